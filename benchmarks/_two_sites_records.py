@@ -12,7 +12,7 @@ import msgspec
 from _wan_records import Session
 
 from farspan import models
-from farspan.domain.model import ModelSpec, parameters
+from farspan.domain.model import ModelSpec, count_parameters
 from farspan.domain.plan import Plan
 from farspan.domain.results import Event, Step, Validated
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
@@ -203,8 +203,8 @@ def table(records: Sequence[Record], work: Work) -> str:
     return (
         "\n\n".join(
             [
-                f"## {work.layers} layers x {work.width}, {parameters(work.spec) / 1e6:.1f} M "
-                f"parameters, {work.steps} steps "
+                f"## {work.layers} layers x {work.width}, "
+                f"{count_parameters(work.spec) / 1e6:.1f} M parameters, {work.steps} steps "
                 f"of {work.batch} x {work.context} tokens, fp32, corpus {work.corpus}",
                 *_sessions(records, work),
                 _tuning(losses, work),

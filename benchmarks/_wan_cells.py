@@ -25,10 +25,10 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Event, Step
 from farspan.domain.run import RunFolder, RunRecord
-from farspan.launch.hosts import command
-from farspan.launch.launchers import launch
-from farspan.launch.processes import place, with_environment, worker_environment
-from farspan.launch.rendezvous import arrange
+from farspan.launch.hosts import host_command
+from farspan.launch.launchers import launch_workers
+from farspan.launch.processes import rendezvous_environment, with_environment, worker_environment
+from farspan.launch.rendezvous import arrange_rendezvous
 from farspan.launch.trial import Deadline
 from farspan_lab import state
 from farspan_lab.lab import Status
@@ -109,7 +109,7 @@ def stock(
     """Return a rank a device, in the environment that farspan's launcher gives its workers. Raises
     Failed."""
     size = work.size
-    meeting = arrange(cluster.hosts)
+    meeting = arrange_rendezvous(cluster.hosts)
     numbers = {
         "layers": size.layers,
         "width": size.width,
@@ -141,13 +141,13 @@ def stock(
             )
             values = {
                 **worker_environment(1),
-                **place(host, meeting),
+                **rendezvous_environment(host, meeting),
                 "RANK": str(rank),
                 "WORLD_SIZE": str(len(places)),
             }
             processes.append(
                 subprocess.Popen(
-                    command(host, with_environment(values, words), device=device),
+                    host_command(host, with_environment(values, words), device=device),
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=errors,
@@ -217,7 +217,7 @@ def run(plan: Plan, corpus: Path, cluster: Cluster, deadline_s: float) -> list[E
     events: list[Event] = []
     with (
         run_folder(plan, corpus, cluster) as folder,
-        launch("local", plan, folder, cluster) as workers,
+        launch_workers("local", plan, folder, cluster) as workers,
         Deadline(workers, deadline_s) as deadline,
     ):
         try:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from farspan import models, techniques
 from farspan.domain.cluster import Cluster
 from farspan.domain.codec import content_hash
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.domain.model import ModelSpec, matmul_parameters
 from farspan.domain.plan import (
     Axis,
@@ -28,7 +28,7 @@ from farspan.domain.plan import (
 )
 from farspan.domain.problems import Problem
 from farspan.domain.train import Schedule, TrainSpec
-from farspan.planning.rank import rank
+from farspan.planning.rank import rank_plans
 from farspan.techniques import Task
 from farspan.techniques._search.one_stage import wan_rate
 
@@ -184,7 +184,7 @@ def planned(
 
 def question(work: Work, cluster: Cluster, steps: int) -> Task:
     spec = work.spec
-    return Task(spec, models.graph(spec), cluster, work.train(steps), engine(ENGINE), CORPUS)
+    return Task(spec, models.graph(spec), cluster, work.train(steps), load_engine(ENGINE), CORPUS)
 
 
 def plan(name: str, work: Work, task: Task) -> Plan:
@@ -233,8 +233,8 @@ def plan(name: str, work: Work, task: Task) -> Plan:
 def picked(task: Task) -> Plan:
     """Return what the planner chooses among techniques that compute the same: those whose step
     times can be compared."""
-    synchronous = [name for name in techniques.names() if name != "diloco"]
-    found = rank(
+    synchronous = [name for name in techniques.technique_names() if name != "diloco"]
+    found = rank_plans(
         task.model, task.cluster, task.train, task.engine, allow=synchronous, corpus=task.corpus
     )
     if found.chosen is None:

@@ -25,8 +25,8 @@ import msgspec
 
 from farspan.app import training
 from farspan.app.plans import best_plan
-from farspan.app.resolving import resolve
-from farspan.app.updates import silent
+from farspan.app.resolving import resolve_run
+from farspan.app.updates import ignore_update
 from farspan.domain.codec import convert, parse_yaml
 from farspan.domain.config import (
     BatchConfig,
@@ -37,9 +37,9 @@ from farspan.domain.config import (
     RunConfig,
     TrainConfig,
 )
-from farspan.domain.model import parameters
+from farspan.domain.model import count_parameters
 from farspan.domain.problems import Refusal
-from farspan.domain.run import RunFolder, commit
+from farspan.domain.run import RunFolder, source_commit
 from farspan_lab import spec, state
 from farspan_lab.chaos import Disturbed, disturb, links_of
 from farspan_lab.faults import Injection, drawn, parse
@@ -112,10 +112,12 @@ def made(case: Case, lab: str, steps: int, folder: Path) -> RunFolder:
             parallel=ParallelConfig(cluster=f"lab:{lab}", technique=case.technique),
             checkpoint=CheckpointConfig(every="3s" if case.size == "1m" else "20s"),
         )
-        training.make(
-            run.path, config, best_plan(resolve(config, silent, trial=False), config.parallel)
+        training.make_run(
+            run.path,
+            config,
+            best_plan(resolve_run(config, ignore_update, trial=False), config.parallel),
         )
-        training.train(run)
+        training.train_run(run)
     return run
 
 
@@ -136,8 +138,8 @@ def disturbed(case: Case, lab: str, steps: int, folder: Path) -> Row:
         raise Refusal.of(result.problem)  # By who wants all of this to end.
     return Row(
         case=case.name,
-        commit=commit(),
-        parameters=parameters(plan.model),
+        commit=source_commit(),
+        parameters=count_parameters(plan.model),
         exact=plan.sync is None,
         ends=case.ends,
         disturbed=result,

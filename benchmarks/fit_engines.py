@@ -17,7 +17,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan_studies.papers import cost_study, fabric_study
 from farspan_studies.papers.calibrate import constant
 from farspan_studies.papers.published import cost_study as published_study
@@ -26,7 +26,7 @@ RESULTS = Path(__file__).parent / "results" / "reproduce.json"
 
 
 def fabric(refit: bool) -> dict[str, Any]:
-    used = engine("alpa2022")
+    used = load_engine("alpa2022")
     cells = fabric_study.cells(used)
     known = fabric_study.one_cell_known(used)
     found: dict[str, Any] = {
@@ -50,7 +50,7 @@ def fabric(refit: bool) -> dict[str, Any]:
 
 
 def slm_cost(refit: bool) -> dict[str, Any]:
-    used = engine("torch2024")
+    used = load_engine("torch2024")
     study = published_study()
     cells = cost_study.study_cells(used)
     found: dict[str, Any] = {

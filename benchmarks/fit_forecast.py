@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks import many_epochs
 from benchmarks.learning import RESULTS
-from farspan.corpus.counting import counted
+from farspan.corpus.counting import measure_counts
 from farspan.corpus.tokens import TokenFile
 from farspan.domain.codec import load
 from farspan.domain.corpus import CorpusManifest
@@ -34,7 +34,7 @@ from farspan.domain.forecast import Counted, Forecast
 from farspan.domain.run import RunFolder
 from farspan.domain.train import Schedule
 from farspan.estimate import forecast as law
-from farspan.planning.recipe import studied
+from farspan.planning.recipe import studied_recipe
 from farspan.planning.size import FRESH_EPOCHS
 
 #: What counts say of each text, by text and tokens that are read.
@@ -130,7 +130,7 @@ def from_many_epochs() -> list[Row]:
     counts = json.loads(COUNTS.read_text())
     found = []
     for row in many_epochs.rows():
-        near = studied(row["epochs"], row["steps"])
+        near = studied_recipe(row["epochs"], row["steps"])
         plain = row["muon"] and not row["dropout"] and not row["mask"] and row["reshuffle"]
         if (
             not plain
@@ -160,7 +160,7 @@ def count(work: Path | None, packed: Iterable[Path]) -> None:
     for path in packed:
         for unique in {row["unique"] for row in many_epochs.rows() if row["corpus"] == path.stem}:
             text = many_epochs.Text(path, unique)
-            found[f"{path.stem} unique {unique}"] = counted(
+            found[f"{path.stem} unique {unique}"] = measure_counts(
                 text.tokens, text.val, text.vocabulary, len(text.tokens)
             )
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if work else []
@@ -182,7 +182,9 @@ def count(work: Path | None, packed: Iterable[Path]) -> None:
         text = place_of(row).split()[0]
         if row["name"].startswith("recipe") and text in texts and place_of(row) not in found:
             train, val, vocabulary = texts[text]
-            found[place_of(row)] = counted(train.tokens, val.tokens, vocabulary, row["tokens"])
+            found[place_of(row)] = measure_counts(
+                train.tokens, val.tokens, vocabulary, row["tokens"]
+            )
     COUNTS.write_text(json.dumps(msgspec.to_builtins(found), indent=1) + "\n")
 
 

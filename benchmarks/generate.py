@@ -19,9 +19,9 @@ import msgspec
 import torch
 
 from farspan.domain.codec import save
-from farspan.domain.model import ModelSpec, parameters
-from farspan.domain.run import commit
-from farspan.runtime.model.decoder import Decoder, initialise
+from farspan.domain.model import ModelSpec, count_parameters
+from farspan.domain.run import source_commit
+from farspan.runtime.model.decoder import Decoder, initialize_model
 from farspan.runtime.model.kv_cache import KVCache
 
 RESULTS = Path(__file__).parent / "results" / "generate.json"
@@ -74,7 +74,7 @@ def measure(model: Decoder, prompt_tokens: int) -> Row:
         for _ in range(PAIRS)
     ]
     return Row(
-        parameters=parameters(model.spec),
+        parameters=count_parameters(model.spec),
         prompt_tokens=prompt_tokens,
         whole_s=statistics.median(a for (a, _), _ in pairs),
         kept_s=statistics.median(b for _, (b, _) in pairs),
@@ -109,7 +109,7 @@ def main() -> None:
                 tied=True,
             )
         ).eval()
-        initialise(model, 0)
+        initialize_model(model, 0)
         for prompt_tokens in PROMPTS:
             row = measure(model, prompt_tokens)
             rows.append(row)
@@ -119,7 +119,7 @@ def main() -> None:
                 f"{row.kept_s:5.2f} s with, {row.ratio:5.2f} times; equal: {row.equal}",
                 flush=True,
             )
-    save({"commit": commit(), "threads": threads, "tokens": TOKENS, "rows": rows}, RESULTS)
+    save({"commit": source_commit(), "threads": threads, "tokens": TOKENS, "rows": rows}, RESULTS)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from gpu_step import TINY, farspan_step, plan_of
 from farspan import models
 from farspan.domain import catalog
 from farspan.domain.cluster import Cluster, Device, Host, Site
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.domain.model import ModelSpec
 from farspan.domain.train import Muon, Optimizer, TrainSpec
 from farspan.estimate.price import estimate
@@ -127,15 +127,15 @@ def knobs_of(train: TrainSpec) -> list[str]:
 def priced_device(context: Context) -> Device | None:
     if context.dry:
         return Device(kind=DRY_KIND, backend="cpu", memory=2**34)
-    kind = catalog.kind_of(context.device_name)
-    return catalog.devices()[kind].device(context.device_name) if kind else None
+    kind = catalog.find_kind(context.device_name)
+    return catalog.load_devices()[kind].device(context.device_name) if kind else None
 
 
 def predict(context: Context, number: int, device: Device) -> None:
     spec, train = case(context, number)
     cluster = Cluster(sites=(Site(name="here", hosts=(Host(name="here", devices=(device,)),)),))
     plan = plan_of(spec, train, device.backend)
-    predicted = estimate(plan, models.graph(spec), cluster, engine("farspan"))
+    predicted = estimate(plan, models.graph(spec), cluster, load_engine("farspan"))
     memory = predicted.memory[0]
     found = {
         "case": number,

@@ -84,7 +84,9 @@ def time_trainer(
     device = open_device(plan.devices[0], train.precision)
     with EventLog(run.events) as log, Group(0, 1, device, None, lambda peer, how: None) as group:
         epoch = Epoch(number=0)
-        trainer = worker.start(plan, run, group, log.write, lambda: False, time.monotonic(), epoch)
+        trainer = worker.start_trainer(
+            plan, run, group, log.write, lambda: False, time.monotonic(), epoch
+        )
         trainer.run()
     events = [event for event in read_events(run.events) if isinstance(event, Step)][WARMUP:]
     gaps_ms = [(b.at - a.at) * 1e3 for a, b in pairwise(events)]

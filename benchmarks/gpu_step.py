@@ -10,7 +10,7 @@ from farspan.domain.model import ModelSpec
 from farspan.domain.plan import GradSync, Inputs, Mesh, Plan, PlannedDevice, Replica, Stage
 from farspan.domain.train import TrainSpec
 from farspan.runtime.comm.topology import Topology
-from farspan.runtime.model.decoder import drawn
+from farspan.runtime.model.decoder import initial_parameters
 from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.parallel.pipeline import Batch
 from farspan.runtime.worker import compile_blocks
@@ -59,7 +59,7 @@ def farspan_step(spec: ModelSpec, train: TrainSpec, device: torch.device) -> Cal
     """Return the worker's step on one batch: passes, gradient norm, clipping, update."""
     torch.backends.cuda.matmul.allow_tf32 = train.precision == "tf32"
     executor = Executor(Topology(plan_of(spec, train, device.type), 0), device)
-    executor.load(drawn(spec, 0))
+    executor.load(initial_parameters(spec, 0))
     if train.compile:
         compile_blocks(executor.model, device)
     data = random_batch(spec, train.batch, device)

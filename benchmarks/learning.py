@@ -29,7 +29,7 @@ from msgspec import to_builtins
 
 from farspan.domain.codec import load
 from farspan.domain.corpus import CorpusManifest
-from farspan.domain.model import parameters
+from farspan.domain.model import count_parameters
 from farspan.domain.results import Finished, Started, Step, Validated, read_events
 from farspan.domain.run import RunFolder, RunRecord
 
@@ -192,7 +192,7 @@ def row(name: str, text: str, seed: int, run: Path) -> dict[str, object]:
         "tokens": plan.train.steps * plan.train.tokens_per_step,
         "schedule": to_builtins(plan.train.schedule),
         "trained": [[event.step, round(event.loss, 4)] for event in steps[9::10]],
-        "parameters": parameters(plan.model),
+        "parameters": count_parameters(plan.model),
         "unique_tokens": corpus.train.tokens,
         "optimizer": to_builtins(plan.train.optimizer),
         "forecast": to_builtins(record.forecast),

@@ -49,7 +49,7 @@ from benchmarks.learning import few, source_text
 from farspan.corpus.tokens import TokenFile
 from farspan.domain.codec import load
 from farspan.domain.corpus import CorpusManifest
-from farspan.domain.model import parameters
+from farspan.domain.model import count_parameters
 from farspan.domain.results import Validated, read_events
 from farspan.domain.run import RunFolder
 
@@ -350,7 +350,7 @@ def farspan_run(
     ]
     return {
         "steps": curve[-1][0],
-        "parameters": parameters(RunFolder(run).load_plan().model),
+        "parameters": count_parameters(RunFolder(run).load_plan().model),
         "validated": curve,
     }
 

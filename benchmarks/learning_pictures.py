@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from farspan.report.charts import TINTS, Axis, Chart, Series
-from farspan.report.page import chart_style, environment
+from farspan.report.page import chart_style, template_environment
 
 RESULTS = Path(__file__).parent / "results"
 PICTURES = Path(__file__).parent.parent / "docs" / "pictures"
@@ -23,7 +23,7 @@ Points = list[tuple[float, float]]
 
 def main() -> None:
     style = chart_style()
-    draw = environment().get_template("chart.svg").module.drawing
+    draw = template_environment().get_template("chart.svg").module.drawing
     for chart in (peers(), one_epoch(), decays()):
         (PICTURES / f"{chart.name}.svg").write_text(str(draw(chart, chart.text, style)))
 

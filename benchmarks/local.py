@@ -40,10 +40,10 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.plan import Plan
 from farspan.domain.trial import Trial
 from farspan.launch.probe import Probe
-from farspan.launch.trial import limits, steps_for, trial
+from farspan.launch.trial import run_trial, steps_for, trial_limits
 from farspan.planning import model_speed
-from farspan.planning.select import SelectionTask, select
-from farspan.runtime.device import detect
+from farspan.planning.select import SelectionTask, select_by_trials
+from farspan.runtime.device import detect_devices
 
 RESULTS = Path(__file__).parent / "results" / "local.jsonl"
 PEERS = {
@@ -56,7 +56,7 @@ OURS = "farspan"
 #: Steps of the run that a plan is chosen for, and techniques whose steps compute the same as the
 #: peers'.
 RUN_STEPS = 3000
-EXACT = tuple(name for name in techniques.names() if name != "diloco")
+EXACT = tuple(name for name in techniques.technique_names() if name != "diloco")
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -78,7 +78,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def here(workers: int) -> Cluster:
     """So many workers on this machine, one thread each, each on cores of its own."""
-    found = detect("cpu", workers)
+    found = detect_devices("cpu", workers)
     (site,) = found.sites
     (host,) = site.hosts
     devices = tuple(one.but(threads=1) for one in host.devices)
@@ -98,7 +98,7 @@ def paced(cluster: Cluster, work: Work) -> Cluster:
             precisions=(work.precision,),
             seconds=PROBE_S,
         )
-    return model_speed.calibrated(cluster, task.model, task.train, task.engine, found)
+    return model_speed.calibrate_cluster(cluster, task.model, task.train, task.engine, found)
 
 
 @functools.cache
@@ -118,15 +118,15 @@ def picked(work: Work, workers: int) -> Plan:
         cells.write_corpus(Path(folder), work)
 
         def measure(plan: Plan, step_s: float) -> Trial:
-            return trial(
+            return run_trial(
                 plan,
                 Path(folder),
                 cluster,
                 "local",
-                limits(plan, cluster, step_s, steps_for(step_s)),
+                trial_limits(plan, cluster, step_s, steps_for(step_s)),
             )
 
-        ranking = select(cluster, asked, measure).ranking
+        ranking = select_by_trials(cluster, asked, measure).ranking
     assert ranking.chosen is not None
     return ranking.candidates[ranking.chosen].plan
 

@@ -30,14 +30,14 @@ from farspan import models
 from farspan.corpus.tokens import TokenFile
 from farspan.domain.codec import load
 from farspan.domain.corpus import CorpusManifest
-from farspan.domain.model import ModelSpec, parameters
+from farspan.domain.model import ModelSpec, count_parameters
 from farspan.domain.train import Schedule
 from farspan.planning.choose_train import batch_tokens
 from farspan.planning.recipe import peak_rate
 from farspan.planning.size import shape_for
-from farspan.runtime.model.decoder import Decoder, initialise
+from farspan.runtime.model.decoder import Decoder, initialize_model
 from farspan.runtime.model.dropout import Dropout
-from farspan.runtime.state.matrix_updates import orthogonalized
+from farspan.runtime.state.matrix_updates import orthogonalize
 from farspan.semantics.lr_schedule import learning_rate
 from farspan.semantics.matrices import block_matrices
 
@@ -163,10 +163,10 @@ class Training:
         tokens = setting.epochs * text.windows * S
         self.rows = max(1, round((setting.batch or batch_tokens(tokens)) / S))
         self.steps = max(1, round(setting.epochs * text.windows / self.rows))
-        self.lr = setting.lr or peak_rate(parameters(spec), muon=setting.muon)
+        self.lr = setting.lr or peak_rate(count_parameters(spec), muon=setting.muon)
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.model = Decoder(spec)
-        initialise(self.model, setting.seed)
+        initialize_model(self.model, setting.seed)
         self.model.to(device, self.dtype)
         self._flatten(spec)
         self._plan_reading()
@@ -183,7 +183,7 @@ class Training:
         )
         self.masters, self.grads = self.views(self.master), self.views(self.grad)
         initial = Decoder(spec)
-        initialise(initial, self.setting.seed)
+        initialize_model(initial, self.setting.seed)
         fresh = dict(initial.named_parameters())
         with torch.no_grad():
             for (name, _), master in zip(named, self.masters, strict=True):
@@ -297,7 +297,7 @@ class Training:
                     (master, momentum)
                 )
         for shape, pairs in by_shape.items():
-            made = orthogonalized(torch.stack([momentum for _, momentum in pairs]), 5, self.dtype)
+            made = orthogonalize(torch.stack([momentum for _, momentum in pairs]), 5, self.dtype)
             for (master, _), direction in zip(pairs, made, strict=True):
                 master.sub_(direction * (lr * 0.2 * max(shape) ** 0.5))
 
@@ -418,7 +418,7 @@ def train(
     ).stdout.strip()
     return {
         **asdict(setting),
-        "parameters": parameters(spec),
+        "parameters": count_parameters(spec),
         **found,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",

@@ -28,8 +28,8 @@ from wan import said_of_here, why
 from farspan import techniques
 from farspan.domain.plan import Plan
 from farspan.domain.results import Step, read_events
-from farspan.launch.launchers import launch
-from farspan.planning.rank import rank
+from farspan.launch.launchers import launch_workers
+from farspan.planning.rank import rank_plans
 
 RESULTS = Path(__file__).parent / "results" / "memory.json"
 STEPS = 3
@@ -45,7 +45,7 @@ def peaks(plan: Plan, work: Work) -> list[int]:
         cells.write_corpus(corpus, work)
         with (
             cells.run_folder(plan, corpus, cluster) as run,
-            launch("local", plan, run, cluster) as workers,
+            launch_workers("local", plan, run, cluster) as workers,
             cells.Deadline(workers, DEADLINE_S),
         ):
             for _ in workers:
@@ -63,7 +63,7 @@ def planned(name: str, work: Work) -> tuple[Plan, list[float]]:
     """Return a technique's own plan on two workers, and its bytes by worker without what an empty
     one holds."""
     task = plans.question(work, here(2), STEPS)
-    found = rank(
+    found = rank_plans(
         task.model, task.cluster, task.train, task.engine, allow=[name], corpus=task.corpus
     )
     best = next((one for one in found.candidates if len(one.places) == 2), None)
@@ -90,7 +90,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", type=lambda text: text.split(","), default=list(techniques.names())
+        "--only", type=lambda text: text.split(","), default=list(techniques.technique_names())
     )
     given = parser.parse_args()
     SIZES[EMPTY] = Size(layers=2, width=64, vocab=512, context=256, tokens=512)

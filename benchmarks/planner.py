@@ -60,7 +60,7 @@ def many(sites: int, hosts: int, devices: int, kinds: tuple[str, ...], seed: int
     from farspan.domain import catalog
 
     rng = random.Random(seed)
-    known = catalog.devices()
+    known = catalog.load_devices()
     made = []
     for s in range(sites):
         turns = [kinds[(s if sites > 1 else h) % len(kinds)] for h in range(hosts)]

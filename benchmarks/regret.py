@@ -55,15 +55,15 @@ from wan import results, said_of_here
 from farspan import models
 from farspan.domain.cluster import Cluster
 from farspan.domain.codec import convert, cut_unfinished_line
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.domain.plan import Plan
 from farspan.domain.train import Schedule, TrainSpec
 from farspan.domain.trial import Trial
 from farspan.estimate.price import estimate
-from farspan.launch.trial import limits, steps_for, trial
+from farspan.launch.trial import run_trial, steps_for, trial_limits
 from farspan.planning.candidate import Candidate
-from farspan.planning.ranking import bounds
-from farspan.planning.select import SelectionTask, select
+from farspan.planning.ranking import time_bounds_s
+from farspan.planning.select import SelectionTask, select_by_trials
 from farspan.semantics.identity import plan_key
 from farspan_lab import spec, state
 from farspan_lab.cluster import of_lab
@@ -130,7 +130,9 @@ class Scenario(msgspec.Struct, frozen=True):
             precision="fp32",
             schedule=Schedule(kind="constant"),
         )
-        return SelectionTask(model=model, train=train, engine=engine("farspan"), allow=TECHNIQUES)
+        return SelectionTask(
+            model=model, train=train, engine=load_engine("farspan"), allow=TECHNIQUES
+        )
 
 
 def drawn(seed: int, number: int, sites: int = 2) -> Scenario:
@@ -212,12 +214,12 @@ class World:
     def run(self, plan: Plan, step_s: float, name: str) -> Trial:
         key = plan_key(plan)
         if key not in self.trials:
-            self.trials[key] = trial(
+            self.trials[key] = run_trial(
                 plan,
                 self._corpus,
                 self._cluster,
                 "local",
-                limits(plan, self._cluster, step_s, steps_for(step_s)),
+                trial_limits(plan, self._cluster, step_s, steps_for(step_s)),
             )
             said = self.trials[key]
             took = (
@@ -324,7 +326,7 @@ def intervals(scenarios: list[Done]) -> str:
         with up(one.seed, one.scenario) as (_, _, cluster):
             for key, made in one.trials.items():
                 plan = one.plans[key]
-                told = estimate(plan, models.graph(plan.model), cluster, engine(plan.engine))
+                told = estimate(plan, models.graph(plan.model), cluster, load_engine(plan.engine))
                 if made.step_s is not None:
                     factors.append(made.step_s / told.step_s)
                     alone += factors[-1:] if len(plan.devices) == 1 else []
@@ -355,7 +357,7 @@ def measured(
         return world.run(plan, step_s, names.get(plan_key(plan), plan.technique))
 
     names |= {plan_key(one.plan): named(one) for one in first.candidates}
-    selection = select(cluster, asked, measure)
+    selection = select_by_trials(cluster, asked, measure)
     ranking = selection.ranking
     ours = None if ranking.chosen is None else ranking.candidates[ranking.chosen]
     paper = None
@@ -412,7 +414,7 @@ def truth(world: World, candidates: list[Candidate]) -> None:
     for one in sorted(candidates, key=lambda one: one.time_s):
         place = (one.technique, one.places)
         known = [t.step_s for t in world.trials.values() if t.step_s is not None]
-        least = one.estimate.step_s * bounds(one)[0] / one.time_s
+        least = one.estimate.step_s * time_bounds_s(one)[0] / one.time_s
         if place in seen or (known and least > DROPPED * min(known)):
             continue
         seen.add(place)

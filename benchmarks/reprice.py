@@ -21,7 +21,7 @@ from _wan_records import Cell, Predicted, Probed, read
 from farspan import models
 from farspan.domain.cluster import Cluster
 from farspan.domain.cluster_json import parse_cluster_json
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.domain.plan import Plan
 from farspan.estimate.price import estimate
 
@@ -90,7 +90,7 @@ def repriced(file: Path) -> list[Repriced]:
         graph = models.graph(plan.model)
         content = msgspec.json.encode(probed[record.work, record.rtt_ms])
         cluster = _renamed(parse_cluster_json(content, file), graph.units_hash)
-        now = estimate(plan, graph, cluster, engine("farspan")).step_s
+        now = estimate(plan, graph, cluster, load_engine("farspan")).step_s
         tensor = max(
             stage.mesh.size("tensor") for replica in plan.replicas for stage in replica.stages
         )

@@ -31,17 +31,17 @@ from farspan.corpus.documents import read_documents
 from farspan.domain.codec import load, load_yaml
 from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
-from farspan.domain.model import parameters
+from farspan.domain.model import count_parameters
 from farspan.domain.run import RunFolder
 from farspan.retrieval.chunk import chunk_document
 from farspan.retrieval.embed import Embedder
-from farspan.retrieval.evaluate import evaluate, table
+from farspan.retrieval.evaluate import evaluate, format_evaluation
 from farspan.retrieval.fitting import sides_of
 from farspan.retrieval.index import FitSettings, Recipe
-from farspan.retrieval.pairs import pairs_of
+from farspan.retrieval.pairs import mine_pairs
 from farspan.retrieval.queries import body_of, choose_queries, passage_of, question_lines
 from farspan.runtime import inference
-from farspan.runtime.model.decoder import Decoder, initialise
+from farspan.runtime.model.decoder import Decoder, initialize_model
 
 RESULTS = Path(__file__).parent / "results" / "retrieval.json"
 SEED = 0
@@ -58,7 +58,7 @@ def untrained(model: Decoder, seed: int) -> Decoder:
     """Return a model of the same shape, on the same device, with the weights that training begins
     from."""
     blank = Decoder(model.spec).eval().to(model.tok.weight.device)
-    initialise(blank, seed)
+    initialize_model(blank, seed)
     return blank
 
 
@@ -81,7 +81,7 @@ def measured(path: Path) -> dict[str, Any]:
     ]
     questions = [question_lines(document) for document in documents]
     passages = [passage_of(chunk, questions[chunk.document]) for chunk in chunks]
-    pairs = pairs_of(documents[:train], chunks, passages, queries.relevant)
+    pairs = mine_pairs(documents[:train], chunks, passages, queries.relevant)
     sides = {}
     seconds = {}
     for name, model in (("model", trained.model), ("untrained", untrained(trained.model, SEED))):
@@ -99,12 +99,12 @@ def measured(path: Path) -> dict[str, Any]:
         sides |= sides_of(fitted, texts, queries)
     owners = np.array([chunk.document for chunk in chunks])
     evaluation = evaluate(bodies, owners, queries, sides, SEED, COMPARED)
-    print(f"{path}\n{table(evaluation)}\n", flush=True)
+    print(f"{path}\n{format_evaluation(evaluation)}\n", flush=True)
     return {
         "run": path.name,
         "text": Path(load_yaml(run.config, RunConfig).data_config.source).name,
         "weights": trained.weights,
-        "parameters": parameters(trained.model.spec),
+        "parameters": count_parameters(trained.model.spec),
         "documents": len(documents),
         "passages": len(passages),
         "pairs": len(pairs.texts),

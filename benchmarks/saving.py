@@ -19,15 +19,15 @@ import msgspec
 
 from farspan.app import training
 from farspan.app.plans import best_plan
-from farspan.app.resolving import resolve
+from farspan.app.resolving import resolve_run
 from farspan.app.supervisor import Supervisor
-from farspan.app.updates import silent
+from farspan.app.updates import ignore_update
 from farspan.domain.codec import load, save
 from farspan.domain.config import BatchConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
-from farspan.domain.model import parameters
+from farspan.domain.model import count_parameters
 from farspan.domain.plan import Plan
 from farspan.domain.results import Event, Saved, Step
-from farspan.domain.run import RunFolder, commit
+from farspan.domain.run import RunFolder, source_commit
 from farspan_lab.chaos import twin
 
 RESULTS = Path(__file__).parent / "results" / "saving.json"
@@ -53,7 +53,7 @@ def mean_step(run: RunFolder, every_s: float) -> tuple[float, int]:
     train = msgspec.structs.replace(plan.train, checkpoint_every_s=every_s)
     save(msgspec.structs.replace(plan, train=train), run.plan)
     events = list[Event]()
-    Supervisor(run, silent, events.append).train()
+    Supervisor(run, ignore_update, events.append).train()
     steps = [event for event in events if isinstance(event, Step)]
     saves = sum(isinstance(event, Saved) and event.step < steps[-1].step for event in events)
     return (steps[-1].at - steps[WARMUP - 1].at) / (len(steps) - WARMUP), saves
@@ -80,8 +80,10 @@ def main() -> None:
             ),
             parallel=ParallelConfig(technique="data", workers=2),
         )
-        training.make(
-            first.path, config, best_plan(resolve(config, silent, trial=False), config.parallel)
+        training.make_run(
+            first.path,
+            config,
+            best_plan(resolve_run(config, ignore_update, trial=False), config.parallel),
         )
         ratios = list[float]()
         saves = list[int]()
@@ -97,8 +99,8 @@ def main() -> None:
                 flush=True,
             )
         done = Saving(
-            commit=commit(),
-            parameters=parameters(load(first.plan, Plan).model),
+            commit=source_commit(),
+            parameters=count_parameters(load(first.plan, Plan).model),
             steps=given.steps,
             step_s=plain_s,
             ratios=tuple(ratios),

@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from farspan.domain.run import commit
+from farspan.domain.run import source_commit
 from farspan.retrieval import stores
 from farspan.retrieval.stores import StoreLocation
 
@@ -304,7 +304,10 @@ def main() -> None:
     given = parser.parse_args()
     results = json.loads(RESULTS.read_bytes()) if RESULTS.exists() else {}
     for name in given.only.split(","):
-        results[name] = PARTS[name](given.run) | {"commit": commit(), "cores": os.cpu_count()}
+        results[name] = PARTS[name](given.run) | {
+            "commit": source_commit(),
+            "cores": os.cpu_count(),
+        }
         print(name, json.dumps(results[name]), flush=True)
         RESULTS.write_text(json.dumps(results, indent=2) + "\n")
 

@@ -30,12 +30,12 @@ import msgspec
 
 from farspan import models
 from farspan.domain.cluster import Cluster, Device, Host, Link, Site
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Plan
 from farspan.domain.train import TrainSpec
 from farspan.estimate.price import estimate
-from farspan.planning.rank import rank
+from farspan.planning.rank import rank_plans
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "search_regression.json"
@@ -122,7 +122,7 @@ def _hosts(rng: random.Random, site: int, left: int, kinds: dict[str, Device]) -
 def answered(question: Question) -> Answer:
     """Return what the search of the farspan that is imported here chooses."""
     began = time.perf_counter()
-    ranking = rank(question.model, question.cluster, question.train, engine("farspan"))
+    ranking = rank_plans(question.model, question.cluster, question.train, load_engine("farspan"))
     plans = [
         (candidate.technique, candidate.where, candidate.plan) for candidate in ranking.candidates
     ]
@@ -158,7 +158,7 @@ def compared(question: Question, before: Answer) -> dict[str, Any]:
     def steps(answer: Answer) -> dict[str, float]:
         return {
             f"{technique} on {where}": estimate(
-                plan, graph, question.cluster, engine("farspan")
+                plan, graph, question.cluster, load_engine("farspan")
             ).step_s
             for technique, where, plan in answer.plans
         }

@@ -31,7 +31,7 @@ import numpy as np
 
 from farspan.corpus import pack, tokenizer
 from farspan.corpus.documents import read_lines
-from farspan.corpus.prepare import prepare
+from farspan.corpus.prepare import prepare_corpus
 from farspan.corpus.sources import open_source
 from farspan.domain.config import DataConfig, TokenizerConfig
 from farspan.domain.corpus import Document
@@ -121,7 +121,7 @@ def compare(
     text_bytes = make_text(folder / "text.jsonl", size_bytes, documents)
     (folder / "work").mkdir()
     for number, shard in enumerate(
-        pack.spool(open_source(str(folder / "text.jsonl")), folder / "work")
+        pack.spool_source(open_source(str(folder / "text.jsonl")), folder / "work")
     ):
         np.save(
             folder / "work" / f"{number:05}.fates.npy",
@@ -134,7 +134,7 @@ def compare(
     ]
     datasets.Dataset.from_dict({"text": texts}).save_to_disk(folder / "arrow")
     words = folder / "tokenizer.json"
-    tokenizer.train((document.text for document in documents), 8192).save(words)
+    tokenizer.train_tokenizer((document.text for document in documents), 8192).save(words)
     routes: dict[str, Callable[[], int]] = {
         "farspan": lambda: farspan_route(folder / "work", words, workers),
         "datasets.map": lambda: datasets_route(folder / "arrow", words, workers),
@@ -207,12 +207,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.prepare:
         data = DataConfig(source=str(options.prepare / "text.jsonl"))
-        prepare(
+        prepare_corpus(
             data,
             TokenizerConfig(vocab=8192),
             options.prepare / "root",
             workers=options.workers,
-            say=print,
+            write_line=print,
         )
         return
     documents = list(open_source("pydocs").documents())

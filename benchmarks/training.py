@@ -82,15 +82,15 @@ class Contestant:
 
 def prepared() -> Path:
     """Return the built-in corpus with a vocabulary of 8,192."""
-    from farspan.corpus.prepare import prepare
+    from farspan.corpus.prepare import prepare_corpus
     from farspan.domain.config import DataConfig, TokenizerConfig
 
-    folder, _ = prepare(
+    folder, _ = prepare_corpus(
         DataConfig(source="pydocs"),
         TokenizerConfig(vocab=8192),
         cache_folder() / "corpora",
         workers=2,
-        say=print,
+        write_line=print,
     )
     return folder
 

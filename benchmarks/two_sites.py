@@ -62,17 +62,17 @@ from _wan_plans import ENGINE
 from _wan_records import append
 
 from farspan import techniques
-from farspan.corpus.prepare import prepare
+from farspan.corpus.prepare import prepare_corpus
 from farspan.domain.cluster import Cluster
 from farspan.domain.config import DataConfig, TokenizerConfig
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.domain.plan import Plan
 from farspan.domain.results import Started, Step, Validated
 from farspan.domain.run import cache_folder
-from farspan.launch.measure import measure
-from farspan.launch.trial import limits, trial
+from farspan.launch.measure import measure_cluster
+from farspan.launch.trial import run_trial, trial_limits
 from farspan.planning.candidate import Candidate
-from farspan.planning.rank import rank
+from farspan.planning.rank import rank_plans
 from farspan_lab.cluster import of_lab
 
 RESULTS = Path(__file__).parent / "results" / "two_sites.jsonl"
@@ -113,7 +113,7 @@ class Bench:
         if not self.known(Probed):
             print("probing", flush=True)
             status = cells.status(self.labs[RTT_MS])
-            found = measure(
+            found = measure_cluster(
                 of_lab(status), self.work.spec, lambda text: None, dtypes=("fp32",)
             ).cluster
             plain = {
@@ -160,11 +160,11 @@ class Bench:
         """Return the planner's choice with all devices. DiLoCo counts though no published run is as
         small."""
         train = self.work.train(self.work.steps, 1e-3, 0, arm)
-        found = rank(
+        found = rank_plans(
             self.work.spec,
             cluster,
             train,
-            engine(ENGINE),
+            load_engine(ENGINE),
             allow=names,
             corpus=self.work.corpus,
             parts=False,
@@ -175,8 +175,8 @@ class Bench:
     def _took(self, one: Candidate) -> float | None:
         """Seconds a step in a trial."""
         cluster = of_lab(cells.status(self.labs[RTT_MS]))
-        within = limits(one.plan, cluster, one.estimate.step_s, TRIED)
-        return trial(one.plan, self.corpus, cluster, "local", within).step_s
+        within = trial_limits(one.plan, cluster, one.estimate.step_s, TRIED)
+        return run_trial(one.plan, self.corpus, cluster, "local", within).step_s
 
     # -- runs
     #   --------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--techniques",
         type=lambda text: text.split(","),
-        default=list(techniques.names()),
+        default=list(techniques.technique_names()),
         help="that two sites may use, with commas (default: all)",
     )
     parser.add_argument(
@@ -253,19 +253,21 @@ def arguments() -> argparse.Namespace:
         usual |= {"shape": (2, 64, 64), "validate": (5, 1024)}
     for key, value in usual.items():
         setattr(given, key, value if getattr(given, key, None) is None else getattr(given, key))
-    if unknown := set(given.techniques) - set(techniques.names()):
-        parser.error(f"no technique {min(unknown)}; there are: {', '.join(techniques.names())}")
+    if unknown := set(given.techniques) - set(techniques.technique_names()):
+        parser.error(
+            f"no technique {min(unknown)}; there are: {', '.join(techniques.technique_names())}"
+        )
     return given
 
 
 def main() -> None:
     given = arguments()
-    corpus, manifest = prepare(
+    corpus, manifest = prepare_corpus(
         DataConfig(source="pydocs"),
         TokenizerConfig(vocab=VOCAB),
         cache_folder() / "corpora",
         workers=1,
-        say=print,
+        write_line=print,
     )
     (layers, width, context) = given.shape
     (every, tokens) = given.validate
@@ -280,7 +282,7 @@ def main() -> None:
         validate_tokens=tokens,
         corpus=manifest.hash,
     )
-    synchronous = [name for name in techniques.names() if name != DILOCO]
+    synchronous = [name for name in techniques.technique_names() if name != DILOCO]
     asked = [name for name in synchronous if name in given.techniques]
     arms = {ONE: synchronous}
     arms |= {SAME: asked} if asked else {}

@@ -23,16 +23,16 @@ import torch
 
 from farspan.app import training
 from farspan.app.plans import best_plan
-from farspan.app.resolving import resolve
-from farspan.app.updates import silent
+from farspan.app.resolving import resolve_run
+from farspan.app.updates import ignore_update
 from farspan.corpus.tokens import TokenFile
 from farspan.domain.codec import load, save
 from farspan.domain.config import BatchConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from farspan.domain.corpus import CorpusManifest
-from farspan.domain.model import parameters
+from farspan.domain.model import count_parameters
 from farspan.domain.plan import Plan
-from farspan.domain.run import RunFolder, RunRecord, commit
-from farspan.runtime.model.decoder import Decoder, drawn
+from farspan.domain.run import RunFolder, RunRecord, source_commit
+from farspan.runtime.model.decoder import Decoder, initial_parameters
 from farspan.runtime.training.data import Order, Windows
 
 RESULTS = Path(__file__).parent / "results" / "verifying.json"
@@ -78,7 +78,7 @@ def reading_s(run: RunFolder, manifest: CorpusManifest, steps: int) -> float:
 def model_step_s(plan: Plan) -> float:
     """CPU seconds of the forward and backward passes of a step on this thread."""
     model = Decoder(plan.model)
-    model.load_state_dict(dict(drawn(plan.model, plan.train.seed)))
+    model.load_state_dict(dict(initial_parameters(plan.model, plan.train.seed)))
     tokens = torch.randint(0, plan.model.vocab_size, (plan.train.batch, plan.train.seq_len))
     began = time.process_time()
     logits = model(tokens).flatten(0, 1).float()
@@ -103,8 +103,10 @@ def main() -> None:
             train=TrainConfig(steps=given.steps, batch=BatchConfig(global_=8), precision="fp32"),
             parallel=ParallelConfig(technique="data", workers=1),
         )
-        training.make(
-            run.path, config, best_plan(resolve(config, silent, trial=False), config.parallel)
+        training.make_run(
+            run.path,
+            config,
+            best_plan(resolve_run(config, ignore_update, trial=False), config.parallel),
         )
         manifest = load(run.corpus, CorpusManifest)
         plan = run.load_plan()
@@ -115,8 +117,8 @@ def main() -> None:
             for _ in range(given.pairs)
         ]
         done = Verifying(
-            commit=commit(),
-            parameters=parameters(plan.model),
+            commit=source_commit(),
+            parameters=count_parameters(plan.model),
             tokens_per_step=plan.train.tokens_per_step,
             steps=given.steps,
             threads=1,

@@ -51,7 +51,7 @@ from farspan.domain.codec import convert, parse_yaml
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.estimate.price import estimate
-from farspan.launch.measure import measure
+from farspan.launch.measure import measure_cluster
 from farspan_lab import spec, state
 from farspan_lab.cluster import of_lab
 
@@ -104,7 +104,7 @@ class Bench:
             if not self.known(Probed, rtt_ms=rtt_ms):
                 print(f"probing {rtt_ms:g} ms", flush=True)
                 status = cells.status(self.labs[rtt_ms])
-                found = measure(
+                found = measure_cluster(
                     of_lab(status),
                     self.work.spec,
                     lambda text: None,

@@ -19,16 +19,16 @@ from pathlib import Path
 import msgspec
 
 from farspan.app.configs import as_yaml
-from farspan.app.jobs import registered
+from farspan.app.jobs import register_job
 from farspan.app.supervisor import Supervisor
-from farspan.app.updates import Faulted, Progress, silent
+from farspan.app.updates import Faulted, Progress, ignore_update
 from farspan.domain.codec import load_yaml, write_atomically
 from farspan.domain.config import OnFault, RunConfig
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import Event, Recovered, Started, Step, read_events
 from farspan.domain.run import RunFolder
 from farspan.launch import trust
-from farspan.report.history import trace
+from farspan.report.history import follow_events
 from farspan_lab import state
 from farspan_lab.faults import RECOVERY_S, Injection
 
@@ -99,7 +99,7 @@ class Chaos:
         self._ended = threading.Event()
         self._supervisor: Supervisor | None = None
 
-    def train(self, progress: Progress = silent) -> Disturbed:
+    def train(self, progress: Progress = ignore_update) -> Disturbed:
         """Train the run to its end, or to that which it does not survive."""
 
         def watch(update: object) -> None:
@@ -111,7 +111,7 @@ class Chaos:
         thread = threading.Thread(target=self._work, daemon=True)
         problem = None
         finished = None
-        with registered(self._run):
+        with register_job(self._run):
             self._supervisor = Supervisor(self._run, watch, self._hear)
             thread.start()
             try:
@@ -306,7 +306,7 @@ def links_of(run: RunFolder) -> tuple[tuple[str, str], ...]:
 
 def twin(run: RunFolder, path: Path) -> RunFolder:
     """Another run by the same plan on the same cluster, not begun."""
-    trust.require(run)
+    trust.require_trusted(run)
     other = RunFolder(path)
     other.make()
     for name in (
@@ -320,7 +320,7 @@ def twin(run: RunFolder, path: Path) -> RunFolder:
     ):
         if (run.path / name).exists():
             shutil.copyfile(run.path / name, path / name)
-    trust.seal(other)
+    trust.seal_run(other)
     return other
 
 
@@ -328,7 +328,7 @@ def disturb(
     calm: RunFolder,
     path: Path,
     injections: Sequence[Injection],
-    progress: Progress = silent,
+    progress: Progress = ignore_update,
     *,
     seed: int = 0,
     on_fault: OnFault | None = None,
@@ -348,7 +348,10 @@ def disturb(
 def compare(run: RunFolder, undisturbed: RunFolder) -> Comparison:
     """Losses of each step that both runs made, of each run those that its last model came from."""
     ours, theirs = (
-        {timed.step.step: timed.step.loss for timed in trace(read_events(folder.events)).steps}
+        {
+            timed.step.step: timed.step.loss
+            for timed in follow_events(read_events(folder.events)).steps
+        }
         for folder in (run, undisturbed)
     )
     both = sorted(ours.keys() & theirs.keys())

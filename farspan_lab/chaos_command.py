@@ -73,7 +73,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
 
     def show(update: object) -> None:
         if isinstance(update, Faulted | Note):
-            console.say(update.text)
+            console.write_line(update.text)
 
     disturbed = disturb(calm, path, injections, show, seed=given.seed, on_fault=given.on_fault)
     say(disturbed, console)
@@ -145,10 +145,10 @@ def say(disturbed: Disturbed, console: Console) -> None:
         for made in disturbed.injected
     ]
     for line in table_lines(heads, rows, right=(1, 2, 3, 4)):
-        console.say(line)
+        console.write_line(line)
     for fault in disturbed.left:
-        console.say(f"{fault}: its moment did not come")
-    console.say(ending(disturbed))
+        console.write_line(f"{fault}: its moment did not come")
+    console.write_line(ending(disturbed))
 
 
 def ending(disturbed: Disturbed) -> str:

@@ -72,7 +72,7 @@ def _device(device: lab.Device, enter: tuple[str, ...]) -> Device:
 
     flags = _cpu_flags()
     kind = "cpu-amx" if "amx_bf16" in flags else "cpu-avx512" if "avx512f" in flags else "cpu-avx2"
-    core = catalog.devices()[kind]
+    core = catalog.load_devices()[kind]
     share = device.speed if device.speed is not None else 1.0
     flops = {dtype: rate * share * device.cores for dtype, rate in core.flops.items()}
     bandwidth = parse_rate(core.bandwidth) * share * device.cores if core.bandwidth else None

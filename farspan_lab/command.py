@@ -86,7 +86,7 @@ def up(given: argparse.Namespace, console: Console) -> None:
     is_chosen = state.names() == [name] and named_here()[1] in (None, name)
     option = () if is_chosen else ("--lab", name)
     inside = command("lab", "exec", *option, lab_status.lab.sites[0].name, "--", "COMMAND")
-    console.say(f"next: {inside}, and at the end: {command('lab', 'down', *option)}")
+    console.write_line(f"next: {inside}, and at the end: {command('lab', 'down', *option)}")
 
 
 def status(given: argparse.Namespace, console: Console) -> None:
@@ -128,7 +128,7 @@ def down(given: argparse.Namespace, console: Console) -> None:
 
     name = chosen(given)
     state.down(name)
-    console.say(f"lab {name} is gone")
+    console.write_line(f"lab {name} is gone")
     console.answer({"lab": name})
 
 
@@ -185,14 +185,14 @@ def named_here() -> tuple[Path, str | None]:
 
 def show(status: Status, console: Console) -> None:
     lab = status.lab
-    console.say(
+    console.write_line(
         f"lab {lab.name}: up for {format_seconds(status.up_s)}; relay: "
         f"{status.relay_cpu_s / status.up_s:.1%} of a core"
         f"{'' if status.realtime else ', without priority'}; TCP: {lab.congestion}, window "
         f"{format_bytes(lab.window)}"
     )
     for site in lab.sites:
-        console.say(f"{site.name}, {site.address}")
+        console.write_line(f"{site.name}, {site.address}")
         for index, device in enumerate(site.devices):
             speed = (
                 f"speed {device.speed:.3g} x {device.cores}"
@@ -200,7 +200,7 @@ def show(status: Status, console: Console) -> None:
                 else "no limit of speed"
             )
             memory = format_bytes(device.memory) if device.memory else "no limit of memory"
-            console.say(
+            console.write_line(
                 f"  device {index}: {speed}, {memory}, on cores {', '.join(map(str, device.cpus))}"
             )
     for link, traffic in zip(lab.links, status.traffic, strict=True):
@@ -216,7 +216,7 @@ def show(status: Status, console: Console) -> None:
             f"{traffic.dropped} dropped"
         )
         path = carried if traffic.relayed else "past the relay, not counted"
-        console.say(f"{link.source} > {link.target}: {', '.join(is_now)}; {path}")
+        console.write_line(f"{link.source} > {link.target}: {', '.join(is_now)}; {path}")
     for note in lab.notes:
-        console.say(f"note: {note}")
+        console.write_line(f"note: {note}")
     console.answer(status)

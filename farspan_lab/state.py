@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from farspan.domain.cluster import READY, SPARE, STARTING, TAKEN
+from farspan.domain.cluster import READY, SPARE, STARTING_VARIABLE, TAKEN
 from farspan.domain.codec import load, parse_json, save
 from farspan.domain.escapes import shell_word
 from farspan.domain.interpreter import module_command
@@ -175,7 +175,8 @@ def enter(status: Status, site: str, device: int | None = None) -> list[str]:
     # A spare is confined when it becomes the device's worker: it must neither take from the worker
     # that is there nor set it free.
     spare = f"export {TAKEN}={taken} {READY}={ready}"
-    confined = f'if [ -n "${STARTING}" ]; then {starting}; else {" && ".join([*held, "true"])}; fi'
+    entering = " && ".join([*held, "true"])
+    confined = f'if [ -n "${STARTING_VARIABLE}" ]; then {starting}; else {entering}; fi'
     joins = [f'if [ -n "${SPARE}" ]; then {spare}; else {" && ".join([confined, *joined])}; fi']
     # Entering a mount namespace leads to its top folder; the way back is found by name.
     script = " && ".join(

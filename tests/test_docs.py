@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from farspan.cli.main import names
+from farspan.cli.main import command_names
 from farspan.domain.config import RunConfig
 from farspan.domain.problems import EXIT_CODES
 
@@ -129,7 +129,7 @@ def test_every_decision_is_in_the_index() -> None:
 
 def test_every_command_is_named_on_the_first_page_or_in_the_readme() -> None:
     text = (ROOT / "README.md").read_text() + (DOCS / "index.md").read_text()
-    assert [name for name in names() if f"farspan {name}" not in text] == []
+    assert [name for name in command_names() if f"farspan {name}" not in text] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -16,7 +16,7 @@ from farspan.domain.model import ModelSpec
 from farspan.domain.plan import GradSync, Inputs, Mesh, Plan, PlannedDevice, Replica, Stage
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.train import TrainSpec
-from farspan.launch.launchers import launch
+from farspan.launch.launchers import launch_workers
 from farspan.launch.workers import Workers
 
 SPEC = ModelSpec(
@@ -77,7 +77,9 @@ def corpus(
     if verified:
         manifest = with_checksums(manifest, folder)
     save(manifest, folder / "corpus.json")
-    tokenizers.train(["alpha beta gamma delta"] * 50, vocab).save(folder / "tokenizer.json")
+    tokenizers.train_tokenizer(["alpha beta gamma delta"] * 50, vocab).save(
+        folder / "tokenizer.json"
+    )
     return manifest
 
 
@@ -146,4 +148,4 @@ def run_folder(path: Path, plan: Plan) -> RunFolder:
 def workers(run: RunFolder) -> Workers:
     """The workers of a run on this machine."""
     plan = run.load_plan()
-    return launch("local", plan, run, this_machine(plan))
+    return launch_workers("local", plan, run, this_machine(plan))

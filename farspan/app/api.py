@@ -24,13 +24,13 @@ from farspan.app import (
     training,
 )
 from farspan.app.checks import refuse_existing
-from farspan.app.choosing import choose as choose_by_trials
-from farspan.app.configs import configured, default_name
-from farspan.app.notebook_bar import progress_shown
-from farspan.app.plans import planned_before
+from farspan.app.choosing import choose_plan as choose_by_trials
+from farspan.app.configs import default_name, make_config
+from farspan.app.notebook_bar import show_progress
+from farspan.app.plans import read_planned
 from farspan.app.reporting import Report
-from farspan.app.updates import Progress, notes
-from farspan.app.using import Format, export, generate
+from farspan.app.updates import Progress, note_reporter
+from farspan.app.using import Format, export_model, generate_text
 from farspan.domain.cluster import Cluster
 from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
@@ -77,22 +77,26 @@ class Run:
     ) -> Report:
         """Continue from the newest whole checkpoint; a finished run is only reported. For another
         cluster (`here` is this machine) or technique the remaining steps are planned again."""
-        with progress_shown(progress) as shown:
-            return training.resume(
+        with show_progress(progress) as shown:
+            return training.resume_run(
                 self.folder, shown, trust=trust, cluster=cluster, technique=technique
             )
 
     def status(self) -> jobs.Status:
         """Return whether the run is active or how it ended, how far it is, and what is saved."""
-        return jobs.status(self.folder)
+        return jobs.read_status(self.folder)
 
     def stop(
-        self, progress: Progress | None = None, *, now: bool = False, timeout_s: float = jobs.STOP_S
+        self,
+        progress: Progress | None = None,
+        *,
+        now: bool = False,
+        timeout_s: float = jobs.STOP_TIMEOUT_S,
     ) -> jobs.Status:
         """Ask the process that trains the run to save and end, or with `now` to end at once, and
         wait until it has."""
-        with progress_shown(progress) as shown:
-            return jobs.stop(self.folder, notes(shown), now=now, timeout_s=timeout_s)
+        with show_progress(progress) as shown:
+            return jobs.stop_job(self.folder, note_reporter(shown), now=now, timeout_s=timeout_s)
 
     def history(self) -> list[dict[str, float | int | None]]:
         """Return a record of each step, oldest first, for `pandas.DataFrame`: step, time_s, tokens,
@@ -117,8 +121,8 @@ class Run:
         """Bring the run's index to the documents that its text holds today; the first time, fit
         vectors and measure how well they find documents. `store` is a vector store as run.yaml's
         `index.store` names it."""
-        with progress_shown(progress) as shown:
-            return indexing.embed(
+        with show_progress(progress) as shown:
+            return indexing.update_index(
                 self.folder,
                 shown,
                 evaluate=evaluate,
@@ -140,8 +144,8 @@ class Run:
         """Fit the vectors of the run's index again to the text of today, and measure how well they
         find documents: for titles, openings and questions of the text, and for `queries` with their
         `qrels` (`retrieval/judged.py`)."""
-        with progress_shown(progress) as shown:
-            return indexing.embed(
+        with show_progress(progress) as shown:
+            return indexing.update_index(
                 self.folder,
                 shown,
                 store=store,
@@ -163,11 +167,11 @@ class Run:
         """Return the documents that answer a query best, of those with the values of `where` in
         their fields. The first search makes the index where there is none, which takes minutes:
         `progress` shows how far it is."""
-        with progress_shown(progress) as shown:
+        with show_progress(progress) as shown:
             if not (self.folder.index / "index.json").exists():
-                notes(shown)("there is no index yet: embedding the run's documents")
+                note_reporter(shown)("there is no index yet: embedding the run's documents")
                 self.embed(shown)
-            return indexing.search(self.folder, query, k, system, where, shown)
+            return indexing.search_run(self.folder, query, k, system, where, shown)
 
     def generate(
         self,
@@ -179,7 +183,7 @@ class Run:
         seed: int = 0,
     ) -> str:
         """Return text that the model writes after a prompt."""
-        return generate(
+        return generate_text(
             self.folder, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
         )[0]
 
@@ -192,7 +196,7 @@ class Run:
     ) -> Path:
         """Write the model as a folder that transformers loads, or the embedder of its index as one
         that sentence-transformers loads."""
-        return export(self.folder, _optional_path(out), dtype=dtype, format=format)[0]
+        return export_model(self.folder, _optional_path(out), dtype=dtype, format=format)[0]
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
@@ -207,8 +211,8 @@ def prepare(
 ) -> tuple[Path, CorpusManifest]:
     """Make the tokenizer and token files of a text, or find them made. `keys` are those of
     run.yaml."""
-    with progress_shown(progress) as shown:
-        return resolving.prepare(configured(data, **keys), shown, verified=True)
+    with show_progress(progress) as shown:
+        return resolving.prepare_run_corpus(make_config(data, **keys), shown, verified=True)
 
 
 def plan(
@@ -235,7 +239,7 @@ def price(
 ) -> given_plans.PricedPlan:
     """Price one plan: a file, its table in short form, or a Plan. Without a cluster it is this
     machine's; the engine is the plan's own unless another is named."""
-    with progress_shown(progress) as shown:
+    with show_progress(progress) as shown:
         return given_plans.price_given(plan, cluster, engine, shown)
 
 
@@ -243,9 +247,9 @@ def select(
     data: Data, progress: Progress | None = None, *, budget_s: float | None = None, **keys: Any
 ) -> Selection:
     """Choose the best plan for a text by trials; no trial begins after `budget_s` seconds."""
-    config = configured(data, **keys)
-    with progress_shown(progress) as shown:
-        resolved = resolving.resolve(config, shown, trial=True)
+    config = make_config(data, **keys)
+    with show_progress(progress) as shown:
+        resolved = resolving.resolve_run(config, shown, trial=True)
         return choose_by_trials(resolved, config.parallel, shown, paying=False, budget_s=budget_s)
 
 
@@ -263,17 +267,17 @@ def train(
     `select` gave, and `keys` are those of run.yaml. An interrupted run raises Refusal
     (interrupted); `Run(path).resume()` continues it.
     """
-    config = configured(data, **keys)
+    config = make_config(data, **keys)
     path = Path(run) if run else Path("runs") / default_name(config)
     refuse_existing(path, f"name another folder, or go on: {command('resume', path)}")
-    with progress_shown(progress) as shown:
+    with show_progress(progress) as shown:
         if plan is None:
-            folder = training.start(path, config, shown)
+            folder = training.plan_run(path, config, shown)
         else:
             given = plan if isinstance(plan, Selection) else Path(plan)
             source = Path("run.yaml" if isinstance(data, RunConfig) else data)
-            planned = planned_before(given, config, source, shown)
-            folder = training.make(path, config, planned, shown)
+            planned = read_planned(given, config, source, shown)
+            folder = training.make_run(path, config, planned, shown)
         training.train_new(folder, shown)
     return Run(path)
 
@@ -285,7 +289,7 @@ def compare(*runs: str | os.PathLike[str] | Run) -> Versus:
 
 def find_cluster(name: str) -> Cluster:
     """Return the cluster of a file, or of a name that `farspan cluster list` knows."""
-    return clusters.find(name)
+    return clusters.find_cluster(name)
 
 
 def probe(
@@ -297,10 +301,10 @@ def probe(
     seq_len: int | None = None,
 ) -> Cluster:
     """Measure a cluster, and write the measured figures as a cluster file."""
-    with progress_shown(progress) as shown:
-        return machines.probe(cluster, Path(out), shown, model=model, seq_len=seq_len)
+    with show_progress(progress) as shown:
+        return machines.probe_cluster(cluster, Path(out), shown, model=model, seq_len=seq_len)
 
 
 def doctor(device: Literal["auto", "cpu", "cuda", "mps"] = "auto") -> Diagnosis:
     """Diagnose this machine: its devices, what is missing, and the command that mends each."""
-    return machines.diagnose(device)
+    return machines.diagnose_machine(device)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from farspan.app.jobs import status
+from farspan.app.jobs import read_status
 from farspan.domain.cluster import Cluster
 from farspan.domain.interpreter import module_command
 from farspan.domain.run import RunFolder
@@ -35,7 +35,7 @@ def copy_checkpoints(run: RunFolder, cluster: Cluster) -> None:
 def unmirrored_steps(run: RunFolder) -> int:
     """Count the steps between the newest checkpoint in the run's folder and the newest that was
     saved: 0 unless that lies on another disk alone."""
-    saved = status(run).saved_step
+    saved = read_status(run).saved_step
     if saved is None:
         return 0
     return max(0, saved - max(0, run.newest_checkpoint()))

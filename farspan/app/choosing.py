@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from farspan.app.checks import require_torch
-from farspan.app.clusters import launcher
-from farspan.app.resolving import Resolved, allowed
+from farspan.app.clusters import find_launcher
+from farspan.app.resolving import Resolved, allowed_techniques
 from farspan.app.trial_cache import TrialCache
-from farspan.app.updates import Progress, Tried, silent
+from farspan.app.updates import Progress, Tried, ignore_update
 from farspan.domain.cluster import Cluster
 from farspan.domain.config import ParallelConfig
 from farspan.domain.model import ModelSpec
 from farspan.domain.objective import TOLERANCE
 from farspan.domain.train import TrainSpec
-from farspan.planning.select import Selection, SelectionTask, select
+from farspan.planning.select import Selection, SelectionTask, select_by_trials
 
 #: Up to this number of devices plans for all parts of a cluster are priced, beyond it for the
 #: whole: few before training, which is to start soon; more where machines are chosen, as those of
 #: 64 take 7 s (docs/benchmarks.md), less than one trial.
 MAX_DEVICES_BEFORE_TRAINING = 16
-PARTS = 64
+MAX_DEVICES_OF_SELECTION = 64
 
 
-def question(
+def selection_task(
     model: ModelSpec,
     train: TrainSpec,
     cluster: Cluster,
@@ -32,30 +32,30 @@ def question(
 ) -> SelectionTask:
     """Return what to choose for a run: among all parts of a cluster of up to `few` devices, or of
     one named technique on the whole."""
-    from farspan.domain.engine import engine
+    from farspan.domain.engine import load_engine
 
     named = parallel.technique != "auto"
     return SelectionTask(
         model=model,
         train=train,
-        engine=engine("farspan"),
+        engine=load_engine("farspan"),
         objective=parallel.objective,
-        allow=allowed(parallel),
+        allow=allowed_techniques(parallel),
         corpus=corpus,
-        here=launcher(parallel) != "local",
+        here=find_launcher(parallel) != "local",
         parts=not named and len(cluster.devices) <= few,
         tolerance=tolerance,
     )
 
 
-def question_of(
+def selection_task_of(
     resolved: Resolved,
     parallel: ParallelConfig,
     tolerance: float = TOLERANCE,
     few: int = MAX_DEVICES_BEFORE_TRAINING,
 ) -> SelectionTask:
-    """Return `question` for a run.yaml made concrete."""
-    return question(
+    """Return `selection_task` for a run.yaml made concrete."""
+    return selection_task(
         resolved.model,
         resolved.train,
         resolved.cluster,
@@ -66,10 +66,10 @@ def question_of(
     )
 
 
-def choose(
+def choose_plan(
     resolved: Resolved,
     parallel: ParallelConfig,
-    progress: Progress = silent,
+    progress: Progress = ignore_update,
     *,
     paying: bool,
     budget_s: float | None = None,
@@ -79,12 +79,12 @@ def choose(
     """Choose the best plan by trials, each reported as it ends; with `paying` only by trials that
     may save more time than they take, and with `again` also by those that were made before."""
     require_torch()
-    few = MAX_DEVICES_BEFORE_TRAINING if paying else PARTS
-    return select(
+    few = MAX_DEVICES_BEFORE_TRAINING if paying else MAX_DEVICES_OF_SELECTION
+    return select_by_trials(
         resolved.cluster,
-        question_of(resolved, parallel, tolerance, few),
-        TrialCache(resolved, launcher(parallel), again=again),
+        selection_task_of(resolved, parallel, tolerance, few),
+        TrialCache(resolved, find_launcher(parallel), again=again),
         budget_s=budget_s,
         paying=paying,
-        say=lambda candidate, result: progress(Tried(candidate, result)),
+        on_trial=lambda candidate, result: progress(Tried(candidate, result)),
     )

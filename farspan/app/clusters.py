@@ -3,7 +3,7 @@ a lab's."""
 
 from __future__ import annotations
 
-from farspan.app.extensions import extensions
+from farspan.app.extensions import find_extensions
 from farspan.domain.cluster import Cluster
 from farspan.domain.cluster_json import load_cluster_json
 from farspan.domain.codec import load_yaml
@@ -14,21 +14,21 @@ from farspan.domain.run import RunFolder
 from farspan.launch.clusters import HERE
 
 
-def find(name: str) -> Cluster:
+def find_cluster(name: str) -> Cluster:
     """Return the cluster that `--cluster` means."""
     from farspan.launch import clusters
 
     prefix, _, rest = name.partition(":")
     if is_external(name):
-        cluster: Cluster = extensions("clusters")[prefix].load()(rest)
+        cluster: Cluster = find_extensions("clusters")[prefix].load()(rest)
         return cluster
-    return clusters.find(name)
+    return clusters.find_cluster(name)
 
 
-def of_run(run: RunFolder) -> Cluster:
+def cluster_of_run(run: RunFolder) -> Cluster:
     """Return the cluster that a run is trained on, as it is now."""
     name = load_yaml(run.config, RunConfig).parallel.cluster or ""
-    return find(name) if is_external(name) else load_cluster_json(run.cluster)
+    return find_cluster(name) if is_external(name) else load_cluster_json(run.cluster)
 
 
 def is_here(parallel: ParallelConfig) -> bool:
@@ -40,31 +40,31 @@ def is_external(name: str) -> bool:
     """Return whether a cluster of such a name is another package's, which may have made it again:
     its processes are others then, and all else is as it was."""
     prefix, colon, _ = name.partition(":")
-    return bool(colon) and prefix.isidentifier() and prefix in extensions("clusters")
+    return bool(colon) and prefix.isidentifier() and prefix in find_extensions("clusters")
 
 
-def reached_by(name: str) -> str | None:
+def exclusive_launcher(name: str) -> str | None:
     """Return the launcher that alone reaches a cluster of such a name; None where any does."""
     return name if name.startswith("ray:") else None
 
 
-def launcher(parallel: ParallelConfig) -> str:
+def find_launcher(parallel: ParallelConfig) -> str:
     """Return the launcher that starts the workers: the only one that reaches the cluster, or the
     one that is asked for."""
-    return reached_by(parallel.cluster or "") or parallel.launcher
+    return exclusive_launcher(parallel.cluster or "") or parallel.launcher
 
 
 def given_cluster(config: RunConfig, *, reach: bool) -> Cluster | None:
     """Return the cluster that the run asks for, with its first `workers` devices; None is this
     machine. With `reach`, refuses one whose first host cannot be reached."""
     from farspan.launch.hosts import Agent
-    from farspan.launch.launchers import split
+    from farspan.launch.launchers import split_launcher
 
-    split(config.parallel.launcher)
+    split_launcher(config.parallel.launcher)
     name = config.parallel.cluster
     if name is None or name == HERE:
         return None
-    cluster = find(name)
+    cluster = find_cluster(name)
     if reach:
         with Agent(cluster.machines[0]):  # Or a refusal that says why it cannot be reached.
             pass

@@ -18,7 +18,7 @@ from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord
 
 
-def configured(data: str | os.PathLike[str] | RunConfig, **keys: Any) -> RunConfig:
+def make_config(data: str | os.PathLike[str] | RunConfig, **keys: Any) -> RunConfig:
     """Return the config of what to train (a folder or name of text, a run.yaml, or a config) with
     `keys` of run.yaml on top. A `budget` may be a time alone:
     `configured("papers", budget="10m", size="tiny")`."""
@@ -40,7 +40,7 @@ def configured(data: str | os.PathLike[str] | RunConfig, **keys: Any) -> RunConf
     return convert(content, RunConfig, "the arguments")
 
 
-def overridden(config: RunConfig, override: str) -> RunConfig:
+def override_config(config: RunConfig, override: str) -> RunConfig:
     """Return the config with `key.key=value` on top, checked like a line of the file."""
     keys, separator, value = override.partition("=")
     if not separator or not keys:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from farspan.app.resolving import prepare
+from farspan.app.resolving import prepare_run_corpus
 from farspan.app.updates import Note, Progress
 from farspan.corpus.find import find_corpus, missing_corpus
 from farspan.domain.cluster_json import load_cluster_json
@@ -25,7 +25,7 @@ def bring_corpus(run: RunFolder, progress: Progress) -> None:
     Raises Refusal (path-missing) where the source is gone or holds other text. A run whose rank 0
     works on a host with a disk of its own continues without: that host may have a copy.
     """
-    from farspan.launch.lock import locked
+    from farspan.launch.lock import lock_file
     from farspan.launch.trust import save_record
 
     record = load(run.record, RunRecord)
@@ -35,7 +35,7 @@ def bring_corpus(run: RunFolder, progress: Progress) -> None:
         progress(Note(f"the corpus is not in {record.corpus}: preparing it again"))
         problem: Problem | None = None
         try:
-            folder, manifest = prepare(load_yaml(run.config, RunConfig), progress)
+            folder, manifest = prepare_run_corpus(load_yaml(run.config, RunConfig), progress)
             if manifest.hash != digest:
                 problem = _describe_change(run, record, manifest, digest)
         except Refusal as refusal:
@@ -57,7 +57,7 @@ def bring_corpus(run: RunFolder, progress: Progress) -> None:
             return
     if folder is not None and folder.resolve() != record.corpus_folder.resolve():
         moved = replace(record, corpus=str(folder.resolve()))
-        with locked(run.lock, "this run is being trained already", run.path):
+        with lock_file(run.lock, "this run is being trained already", run.path):
             save_record(run, moved)
 
 

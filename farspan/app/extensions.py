@@ -15,7 +15,7 @@ from farspan.domain.suggest import advise, known_names
 Group = Literal["commands", "clusters", "algorithms", "reports", "exports"]
 
 
-def extensions(group: Group) -> dict[str, EntryPoint]:
+def find_extensions(group: Group) -> dict[str, EntryPoint]:
     """Return the entry points of `farspan.GROUP`, by name."""
     from importlib.metadata import entry_points
 
@@ -29,7 +29,7 @@ def load_extension(
 
     `own`: names of the core's own, which are no entry points.
     """
-    points = extensions(group)
+    points = find_extensions(group)
     if name not in points:
         known = (*own, *sorted(points))
         raise Refusal(

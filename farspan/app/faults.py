@@ -134,7 +134,7 @@ def _add_reason(problem: Problem, why: str) -> Problem:
     )
 
 
-def told(fault: Seen, number: int) -> str:
+def restart_message(fault: Seen, number: int) -> str:
     """Return the message that a run starts again."""
     problem = fault.problem
     if problem.code == "non-finite":

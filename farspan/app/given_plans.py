@@ -12,12 +12,12 @@ from msgspec.structs import replace
 
 from farspan import models
 from farspan.app import clusters
-from farspan.app.plans import check_devices, device_places, planned_devices, whole_plan
-from farspan.app.updates import Progress, silent
+from farspan.app.plans import check_devices, convert_plan, device_places, planned_devices
+from farspan.app.updates import Progress, ignore_update
 from farspan.domain.cluster import Cluster, DataSheet, MatmulRate
 from farspan.domain.codec import parse_json, parse_yaml, read_bytes
 from farspan.domain.config import RunConfig
-from farspan.domain.engine import engine as find_engine
+from farspan.domain.engine import load_engine as find_engine
 from farspan.domain.escapes import shell_word, yaml_word
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Plan
@@ -80,7 +80,7 @@ def price_given(
     given: Given,
     cluster: str | os.PathLike[str] | Cluster | None = None,
     engine: str | None = None,
-    progress: Progress = silent,
+    progress: Progress = ignore_update,
     config: RunConfig | None = None,
 ) -> PricedPlan:
     """Price one plan on a cluster (None: run.yaml's, or this machine) as an engine would run it
@@ -89,14 +89,14 @@ def price_given(
     Raises Refusal for what cannot be, at its place in the file.
     """
     if not isinstance(cluster, Cluster) and cluster is not None:
-        cluster = clusters.find(os.fspath(cluster))
+        cluster = clusters.find_cluster(os.fspath(cluster))
     if cluster is None and config is not None:
         cluster = clusters.given_cluster(config, reach=False)
     document, where, text = _read_document(given)
     if isinstance(document, dict) and "devices" in document:
         # By what it was made from nothing is priced.
         inputs = {"cluster": "", "corpus": ""}
-        document = whole_plan({"inputs": inputs, **document}, Path(where))
+        document = convert_plan({"inputs": inputs, **document}, Path(where))
 
     def plan_on(there: Cluster) -> Plan:
         if isinstance(document, Plan):
@@ -112,14 +112,14 @@ def price_given(
         return replace(plan, engine=find_engine(engine).name)
 
     if cluster is None:
-        from farspan.app.resolving import tried_here
+        from farspan.app.resolving import calibrate_here
 
         def asked(here: Cluster) -> tuple[ModelSpec, TrainSpec]:
             plan = plan_on(here)
             return plan.model, plan.train
 
         # This machine, its devices as fast as a trial of the plan's model shows.
-        cluster = tried_here(config or RunConfig(data="pydocs"), asked, progress)
+        cluster = calibrate_here(config or RunConfig(data="pydocs"), asked, progress)
     plan = plan_on(cluster)
     running = find_engine(plan.engine)
     if not isinstance(document, Plan):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from farspan.app.updates import Ended, Note, Progress, notes, silent
+from farspan.app.updates import Ended, Note, Progress, ignore_update, note_reporter
 from farspan.domain.codec import load, load_yaml
 from farspan.domain.config import IndexConfig, RunConfig
 from farspan.domain.corpus import CorpusManifest, copies_line
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 #: A longer query is no question; words of a megabyte would take seconds to look up.
-QUERY_CHARS = 10_000
+MAX_QUERY_CHARS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +42,9 @@ class Indexed:
     kept: int
 
 
-def embed(
+def update_index(
     run: RunFolder,
-    progress: Progress = silent,
+    progress: Progress = ignore_update,
     *,
     evaluate: bool = True,
     store: str | None = None,
@@ -80,7 +80,7 @@ def embed(
     trained = on_device(load_model(run), device)
     model = trained.model
     work = IndexWork(time.monotonic, progress)
-    report = notes(progress)
+    report = note_reporter(progress)
     text = _read_documents(run, config, report)
     documents = text.documents
     copies = text.copies
@@ -94,7 +94,7 @@ def embed(
         pool = None
         if processes > 1 and model.tok.weight.device.type == "cpu":
             pool = stack.enter_context(Processes(processes))
-        identity = origin(run, trained)
+        identity = model_origin(run, trained)
         limit_s = fit_s(config)
         task = Task(
             path=run.index,
@@ -105,7 +105,7 @@ def embed(
             copies=copies,
             origin=identity,
             recipe=recipe,
-            say=report,
+            write_line=report,
             work=work,
             source=text.fingerprint,
             refit=tune,
@@ -172,7 +172,7 @@ def _read_documents(run: RunFolder, config: RunConfig, report: Callable[[str], N
             manifest.hash,
             make_cache_folder("corpora"),
             workers=usable_cores(),
-            say=report,
+            write_line=report,
         )
     except Refusal as refusal:
         prepared = find_corpus(load(run.record, RunRecord).corpus_folder, manifest.hash)
@@ -191,12 +191,12 @@ def write_vectors(run: RunFolder, path: Path) -> Path:
     there is no index, and like `farspan.retrieval.transfer.write_vectors`."""
     from farspan.retrieval import transfer
 
-    with opened(run) as index:
+    with open_index(run) as index:
         transfer.write_vectors(path, transfer.rows(index), index.manifest.about)
     return path.with_name(f"{path.name}.load.md")
 
 
-def opened(
+def open_index(
     run: RunFolder, *, vectors: bool = True, trained: Trained | None = None
 ) -> closing[Index]:
     """Open the run's index for searches; without `vectors` by words alone. `trained`: the run's
@@ -212,7 +212,7 @@ def opened(
         from farspan.runtime.inference import load as load_model
 
         model = trained or load_model(run)
-        refuse_other_model(run, of, origin(run, model))
+        refuse_other_model(run, of, model_origin(run, model))
         return Embedder.load(model.model, model.tokenizer, fitted)
 
     remedy = command("embed", run.path)
@@ -242,13 +242,13 @@ def refuse_other_model(run: RunFolder, index: Origin, today: Origin) -> None:
             )
 
 
-def search(
+def search_run(
     run: RunFolder,
     query: str,
     k: int = 5,
     system: System | None = None,
     where: Mapping[str, str] | None = None,
-    progress: Progress = silent,
+    progress: Progress = ignore_update,
 ) -> Answer:
     """Find the `k` documents that answer a query best, by the `system` that was measured to be
     best unless another is named, among those with the values of `where` in its fields. A running
@@ -270,7 +270,7 @@ def search(
     from farspan.retrieval.search import search as search_index
 
     while True:
-        with opened(run, vectors=system != "bm25") as index:
+        with open_index(run, vectors=system != "bm25") as index:
             try:
                 return search_index(index, query, k, system, where)
             except Refusal:
@@ -302,17 +302,17 @@ def refuse_query(query: str) -> None:
             fact="the query is empty",
             remedy='farspan search "read a file line by line"',
         )
-    if len(query) > QUERY_CHARS:
+    if len(query) > MAX_QUERY_CHARS:
         raise Refusal(
             "usage",
             what="the query is too long",
             where="farspan search",
-            fact=f"it has {len(query):,} characters; at most {QUERY_CHARS:,} are searched for",
+            fact=f"it has {len(query):,} characters; at most {MAX_QUERY_CHARS:,} are searched for",
             remedy="search for the sentence that matters",
         )
 
 
-def origin(run: RunFolder, trained: Trained) -> Origin:
+def model_origin(run: RunFolder, trained: Trained) -> Origin:
     """Return the hashes that identify the run's model and tokenizer."""
     import hashlib
 

@@ -19,16 +19,16 @@ from farspan.domain.cluster import HostName
 from farspan.domain.codec import load, parse_json, save
 from farspan.domain.escapes import shell_line
 from farspan.domain.problems import Problem, Refusal, command
-from farspan.domain.results import STOPPED, Event, Recovered, decoded, read_events
+from farspan.domain.results import STOP_REASONS, Event, Recovered, decode_events, read_events
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_seconds
-from farspan.launch.lock import holders, is_locked
+from farspan.launch.lock import is_locked, lock_holders
 from farspan.launch.process_began import process_began
 from farspan.report.history import COMPLETE
 from farspan.report.so_far import SoFar
 
 #: A job that was asked to save and end gets this long.
-STOP_S = 600.0
+STOP_TIMEOUT_S = 600.0
 #: The second of two signals comes this much later: two at once are one.
 SECOND_SIGNAL_AFTER_S = 1.0
 #: How often a job and its files are looked at.
@@ -97,7 +97,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @contextmanager
-def registered(run: RunFolder) -> Iterator[None]:
+def register_job(run: RunFolder) -> Iterator[None]:
     """Name this process in the run's folder while it trains the run, and afterwards what the job
     was refused, if it was.
 
@@ -164,20 +164,20 @@ def job_of(run: RunFolder) -> Job | None:
     return job if job is not None and job.lives else None
 
 
-def goes_on(run: RunFolder) -> bool:
+def is_active(run: RunFolder) -> bool:
     """Return whether the run's job lives, or workers of a killed one, which save and end."""
     return job_of(run) is not None or is_locked(run.lock)
 
 
 def wait_for_orphans(
-    run: RunFolder, report: Callable[[str], None], *, timeout_s: float = STOP_S
+    run: RunFolder, report: Callable[[str], None], *, timeout_s: float = STOP_TIMEOUT_S
 ) -> None:
     """Wait until workers that a killed job has left have saved and ended, or the time is over."""
     began = time.monotonic()
     reported = False
     while _has_orphans(run) and time.monotonic() - began < timeout_s:
         if not reported:
-            pids = ", ".join(map(str, holders(run.lock))) or "unknown"
+            pids = ", ".join(map(str, lock_holders(run.lock))) or "unknown"
             report(f"the job was killed; waiting until its workers have saved (process {pids})")
             reported = True
         time.sleep(POLL_S)
@@ -197,7 +197,7 @@ def _read_job(run: RunFolder) -> Job | None:
         return None
 
 
-def status(run: RunFolder, clock: Callable[[], float] = time.time) -> Status:
+def read_status(run: RunFolder, clock: Callable[[], float] = time.time) -> Status:
     """Return how a run stands: whether its job runs or how it has ended, and how far it is."""
     # The record first: a job that ends afterwards has written all its events.
     job = _read_job(run)
@@ -256,15 +256,19 @@ def _find_state(
     if job is not None:
         return "running" if job.lives else "lost"
     if problem is not None:
-        return "stopped" if problem.code in STOPPED else "failed"
+        return "stopped" if problem.code in STOP_REASONS else "failed"
     if progress.finished is None:
         return "lost" if locked or progress.started is not None else "new"
     reason = progress.finished.reason
     return "finished" if reason in COMPLETE else "failed" if reason == "failed" else "stopped"
 
 
-def stop(
-    run: RunFolder, report: Callable[[str], None], *, now: bool = False, timeout_s: float = STOP_S
+def stop_job(
+    run: RunFolder,
+    report: Callable[[str], None],
+    *,
+    now: bool = False,
+    timeout_s: float = STOP_TIMEOUT_S,
 ) -> Status:
     """Ask the run's job to save and end, or with `now` to end at once, wait until it has, and
     return how it stands then.
@@ -272,8 +276,8 @@ def stop(
     Workers that a killed job has left are waited for. Raises Refusal where nothing runs here
     (not-running), and where the job is still there after `timeout_s` (run-busy).
     """
-    if not goes_on(run):
-        state = status(run).state
+    if not is_active(run):
+        state = read_status(run).state
         raise Refusal(
             "not-running",
             what="nothing runs that could be stopped",
@@ -285,7 +289,7 @@ def stop(
     second = now
     _signal_job(run)
     report("ending its workers at once" if now else "saving")
-    while goes_on(run):
+    while is_active(run):
         waited = time.monotonic() - began
         if waited > timeout_s:
             raise Refusal(
@@ -299,7 +303,7 @@ def stop(
             _signal_job(run)
             second = False
         time.sleep(POLL_S)
-    return status(run)
+    return read_status(run)
 
 
 def _signal_job(run: RunFolder) -> None:
@@ -319,13 +323,15 @@ def _signal_job(run: RunFolder) -> None:
             os.kill(job.pid, signal.SIGTERM)
 
 
-def events(run: RunFolder, *, follow: bool = False) -> Iterator[Event]:
+def follow_events(run: RunFolder, *, follow: bool = False) -> Iterator[Event]:
     """Yield the events of a run, oldest first; with `follow` also those to come, until its job has
     ended."""
-    yield from decoded(lines(run.events, lambda: follow and goes_on(run)), run.events)
+    yield from decode_events(
+        follow_lines(run.events, lambda: follow and is_active(run)), run.events
+    )
 
 
-def lines(
+def follow_lines(
     path: Path, more: Callable[[], bool] = lambda: False, position: int = 0
 ) -> Iterator[bytes]:
     """Yield the whole lines of a file after `position`, and those that are added as long as

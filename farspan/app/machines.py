@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from farspan.app import clusters
 from farspan.app.checks import refuse_file, require_torch
-from farspan.app.updates import Progress, notes, silent
+from farspan.app.updates import Progress, ignore_update, note_reporter
 from farspan.domain.cluster import Cluster, Device
 from farspan.domain.escapes import shell_word
 from farspan.domain.notebook import html_table
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PACKAGES = ("torch", "numpy", "msgspec", "tokenizers", "tiktoken", "safetensors")
 #: Streams of the bandwidths that are measured: one shows the window, several the line.
-STREAMS = (1, 8)
+BANDWIDTH_STREAMS = (1, 8)
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,9 +67,9 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         return html_table(("", repr(self)[1:-1]), rows)
 
 
-def diagnose(device: str = "auto") -> Diagnosis:
+def diagnose_machine(device: str = "auto") -> Diagnosis:
     """Diagnose this machine: its devices, what is missing, and the command that mends each."""
-    from farspan.launch.findings import LITTLE_DISK
+    from farspan.launch.findings import MIN_FREE_DISK_BYTES
     from farspan.launch.probe import Probe, check_gpus
 
     versions: dict[str, str | None] = {"python": platform.python_version()}
@@ -97,15 +97,16 @@ def diagnose(device: str = "auto") -> Diagnosis:
     corpora = cache_folder()
     while not corpora.exists():
         corpora = corpora.parent
+    comfortable = format_bytes(MIN_FREE_DISK_BYTES)
     for what, path in (("runs", Path()), ("prepared corpora", corpora)):
         free = shutil.disk_usage(path).free
-        if free < LITTLE_DISK:
+        if free < MIN_FREE_DISK_BYTES:
             little = Finding(
                 severity="warned",
                 code="disk-full",
                 what=f"there is little disk space for {what}",
                 where=str(path.absolute()),
-                fact=f"{format_bytes(free)} free, {format_bytes(LITTLE_DISK)} is comfortable",
+                fact=f"{format_bytes(free)} free, {comfortable} is comfortable",
                 remedy=f"du -xh {shell_word(path.absolute())} | sort -h | tail",
             )
             findings.append(little)
@@ -118,19 +119,19 @@ def diagnose(device: str = "auto") -> Diagnosis:
     )
 
 
-def examine(cluster: Cluster) -> tuple[Examination, tuple[Finding, ...]]:
+def examine_cluster(cluster: Cluster) -> tuple[Examination, tuple[Finding, ...]]:
     """Examine every host and link of a cluster: their state, and what is wrong with them."""
-    from farspan.launch.examine import examine as examine_hosts
-    from farspan.launch.findings import findings
+    from farspan.launch.examine import examine_cluster as examine_hosts
+    from farspan.launch.findings import list_findings
 
-    examined = examine_hosts(cluster, streams=STREAMS)
-    return examined, tuple(findings(cluster, examined))
+    examined = examine_hosts(cluster, streams=BANDWIDTH_STREAMS)
+    return examined, tuple(list_findings(cluster, examined))
 
 
-def probe(
+def probe_cluster(
     cluster: str,
     out: Path,
-    progress: Progress = silent,
+    progress: Progress = ignore_update,
     *,
     model: str = "gpt2",
     seq_len: int | None = None,
@@ -138,12 +139,12 @@ def probe(
     """Measure a cluster's devices, links and collectives with a model, and write a cluster file of
     them. A device that fails is refused when the rest is written."""
     from farspan.domain.clusterfile import save_cluster
-    from farspan.launch.measure import measure
+    from farspan.launch.measure import measure_cluster
     from farspan.planning.question import model_of
 
     require_torch()
     spec = model_of(model)
-    described = clusters.find(cluster)
+    described = clusters.find_cluster(cluster)
     length = spec.context if seq_len is None else seq_len
     if not 1 <= length <= spec.context:
         raise Refusal(
@@ -155,7 +156,9 @@ def probe(
         )
     another = out.with_stem(f"{out.stem}-2")
     refuse_file(out, command("probe", "--cluster", cluster, "-o", another))
-    measured, failed, left_out = measure(described, spec, notes(progress), seq_len=length)
+    measured, failed, left_out = measure_cluster(
+        described, spec, note_reporter(progress), seq_len=length
+    )
     probe = command("probe", "--cluster", cluster, "--model", model, "--seq-len", length)
     comments = [f"Measured by {probe}.", *left_out]
     for (host, index), problem in failed.items():

@@ -11,7 +11,7 @@ from html import escape
 from typing import Any
 
 from farspan.app.plans import Planned
-from farspan.app.updates import Ended, Faulted, Note, Progress, Training, Tried, silent
+from farspan.app.updates import Ended, Faulted, Note, Progress, Training, Tried, ignore_update
 from farspan.domain.escapes import escape_controls
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Event, Warned
@@ -26,7 +26,7 @@ LINE_CHARS = 79
 
 
 @contextmanager
-def progress_shown(progress: Progress | None) -> Iterator[Progress]:
+def show_progress(progress: Progress | None) -> Iterator[Progress]:
     """Yield the callback that takes updates: `progress`; without one a bar in IPython, else none.
 
     A Ctrl-C meanwhile that nothing else takes raises Refusal (interrupted), as one does that
@@ -40,7 +40,7 @@ def progress_shown(progress: Progress | None) -> Iterator[Progress]:
         if shell is not None:
             bar = NotebookBar(hasattr(shell, "kernel"), time.monotonic)
     try:
-        yield progress or bar or silent
+        yield progress or bar or ignore_update
     except KeyboardInterrupt:
         raise Refusal(
             "interrupted",

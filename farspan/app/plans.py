@@ -11,8 +11,8 @@ from farspan.app import choosing
 from farspan.app.checks import check_gpus, require_torch
 from farspan.app.clusters import given_cluster
 from farspan.app.configs import as_yaml
-from farspan.app.resolving import Resolved, prepare, start_probe
-from farspan.app.updates import Chosen, Note, Progress, Ranked, silent
+from farspan.app.resolving import Resolved, prepare_run_corpus, start_probe
+from farspan.app.updates import Chosen, Note, Progress, Ranked, ignore_update
 from farspan.domain.cluster import Cluster, Device
 from farspan.domain.cluster_json import save_cluster_json
 from farspan.domain.codec import (
@@ -26,8 +26,8 @@ from farspan.domain.codec import (
 from farspan.domain.config import ParallelConfig, RunConfig
 from farspan.domain.corpus import SPLITS, CorpusManifest
 from farspan.domain.forecast import Forecast
-from farspan.domain.model import ModelSpec, parameters
-from farspan.domain.plan import Plan, unsound
+from farspan.domain.model import ModelSpec, count_parameters
+from farspan.domain.plan import Plan, find_flaw
 from farspan.domain.problems import Refusal, command
 from farspan.domain.results import Estimate
 from farspan.domain.run import RunFolder, RunRecord
@@ -57,7 +57,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
 def best_plan(
     resolved: Resolved,
     parallel: ParallelConfig,
-    progress: Progress = silent,
+    progress: Progress = ignore_update,
     *,
     table: bool = False,
     trials: bool = True,
@@ -69,10 +69,10 @@ def best_plan(
     where none fits.
     """
     named = parallel.technique != "auto"
-    question = choosing.question_of(resolved, parallel)
+    question = choosing.selection_task_of(resolved, parallel)
     selection = None
     if trials and not named and len(resolved.cluster.devices) > 1:
-        selection = choosing.choose(resolved, parallel, progress, paying=True)
+        selection = choosing.choose_plan(resolved, parallel, progress, paying=True)
     ranking = question.rank(resolved.cluster) if selection is None else selection.ranking
     if table:
         progress(Ranked(ranking))
@@ -89,13 +89,13 @@ def best_plan(
     return Planned(plan=best.plan, estimate=best.estimate, resolved=learned)
 
 
-def with_forecast(planned: Planned) -> Planned:
+def add_forecast(planned: Planned) -> Planned:
     """Add the loss that the run is predicted to reach from random weights, where the fit knows its
     kind: text is counted, a few seconds."""
     train = planned.plan.train
     if train.optimizer.muon is msgspec.UNSET or train.schedule.kind == "constant":
         return planned
-    from farspan.corpus.counting import counted
+    from farspan.corpus.counting import measure_counts
     from farspan.corpus.tokens import TokenFile, VerifiedArray
 
     resolved = planned.resolved
@@ -109,8 +109,8 @@ def with_forecast(planned: Planned) -> Planned:
         split_tokens.append(values.unverified if isinstance(values, VerifiedArray) else values)
     train_tokens, val_tokens = split_tokens
     predicted = forecast(
-        counted(train_tokens, val_tokens, corpus.vocab_size, tokens),
-        parameters=parameters(resolved.model),
+        measure_counts(train_tokens, val_tokens, corpus.vocab_size, tokens),
+        parameters=count_parameters(resolved.model),
         unique_tokens=corpus.train.tokens,
         tokens=tokens,
         steps=estimate.steps_done,
@@ -127,23 +127,23 @@ def write_plan(plan: Plan, cluster: Cluster, path: Path) -> None:
 def write_planned(run: RunFolder, planned: Planned, config: RunConfig, record: RunRecord) -> None:
     """Write a run's plan, its estimate, cluster and record, and its run.yaml. plan.json comes
     last: it makes the folder a run."""
-    from farspan.launch.trust import seal
+    from farspan.launch.trust import seal_run
 
     cluster = planned.resolved.cluster
     write_atomically(run.config, as_yaml(config))
     save(planned.estimate, run.estimate)
     save_cluster_json(cluster, run.cluster)
     save(record, run.record)
-    seal(run)
+    seal_run(run)
     write_plan(planned.plan, cluster, run.plan)
 
 
 def read_plan(path: Path) -> Plan:
     """Read the plan in a file; refuses what is none, and plans of another version."""
-    return whole_plan(parse_json(read_bytes(path), object, path), path)
+    return convert_plan(parse_json(read_bytes(path), object, path), path)
 
 
-def whole_plan(document: object, where: Path) -> Plan:
+def convert_plan(document: object, where: Path) -> Plan:
     """Return the plan in a parsed file; refuses what is none, and plans of another version."""
     remedy = command("plan", "run.yaml", "-o", where)
     version = document.get("version") if isinstance(document, dict) else None
@@ -164,7 +164,7 @@ def whole_plan(document: object, where: Path) -> Plan:
             remedy=remedy,
         )
     plan = convert(document, Plan, str(where))
-    flaw = unsound(plan)
+    flaw = find_flaw(plan)
     if flaw:
         raise Refusal(
             "plan-mismatch",
@@ -224,13 +224,16 @@ def check_devices(plan: Plan, cluster: Cluster, path: object, remedy: str) -> No
         )
 
 
-def planned_before(
-    source: Path | Selection, config: RunConfig, config_path: Path, progress: Progress = silent
+def read_planned(
+    source: Path | Selection,
+    config: RunConfig,
+    config_path: Path,
+    progress: Progress = ignore_update,
 ) -> Planned:
     """Return the plan of a file or a selection with run.yaml's text and cluster; refuses where the
     two do not fit together."""
     from farspan import models
-    from farspan.domain.engine import engine
+    from farspan.domain.engine import load_engine
     from farspan.estimate.price import estimate
 
     if isinstance(source, Path):
@@ -260,7 +263,7 @@ def planned_before(
         )
     cluster, gpu_notes = _find_cluster(config)
     check_cluster(plan, cluster, path, remedy)
-    folder, manifest = prepare(config, progress)
+    folder, manifest = prepare_run_corpus(config, progress)
     if plan.inputs.corpus != manifest.hash:
         raise Refusal(
             "plan-mismatch",
@@ -292,7 +295,7 @@ def planned_before(
         origin={},
     )
     graph = models.graph(plan.model)
-    priced = estimate(plan, graph, cluster, engine(plan.engine))
+    priced = estimate(plan, graph, cluster, load_engine(plan.engine))
     return Planned(plan=plan, estimate=priced, resolved=resolved)
 
 

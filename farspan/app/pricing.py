@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import msgspec
 
 from farspan.app import clusters
-from farspan.domain.engine import engine
-from farspan.domain.model import ModelSpec, parameters
+from farspan.domain.engine import load_engine
+from farspan.domain.model import ModelSpec, count_parameters
 from farspan.domain.objective import TOLERANCE, Objective
 from farspan.domain.problems import Refusal, command
 from farspan.domain.suggest import advise, known_names
 from farspan.domain.units import format_count, parse_rate
 from farspan.planning.candidate import Candidate, Refused
 from farspan.planning.question import Question, model_of, train_of
-from farspan.planning.rank import rank
+from farspan.planning.rank import rank_plans
 from farspan.planning.ranking import Ranking
 from farspan.semantics.identity import lasting
 
@@ -64,7 +64,7 @@ class Exporter(Protocol):
 
 Fitting = Literal["model", "batch", "memory"]
 #: A tolerance beyond this asks for nothing that a planner could answer.
-LOOSEST = 10.0
+MAX_TOLERANCE = 10.0
 
 
 class PlanQuery(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +87,7 @@ class PlanQuery(msgspec.Struct, frozen=True, kw_only=True):
         from farspan import techniques
 
         check_tolerance(self.tolerance)
-        known = techniques.names()
+        known = techniques.technique_names()
         for name in self.allow:
             if name not in known:
                 raise Refusal(
@@ -101,12 +101,12 @@ class PlanQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 def check_tolerance(tolerance: float) -> None:
     """Refuse a tolerance that asks for nothing that a planner could answer."""
-    if not 0 <= tolerance <= LOOSEST:
+    if not 0 <= tolerance <= MAX_TOLERANCE:
         raise Refusal(
             "out-of-range",
             what=f"the tolerance {tolerance:g} is out of range",
             where="--tolerance",
-            fact=f"it is a share of the fastest plan's time, from 0 to {LOOSEST:g}",
+            fact=f"it is a share of the fastest plan's time, from 0 to {MAX_TOLERANCE:g}",
             remedy="--tolerance 0.1",
         )
 
@@ -127,12 +127,12 @@ def price_model(query: PlanQuery) -> Ranking:
             remedy=command("plan", "--model", query.question.model, "--cluster", "fabric/gat-amst"),
         )
     model = model_of(query.question.model)
-    cluster = clusters.find(query.cluster)
-    return rank(
+    cluster = clusters.find_cluster(query.cluster)
+    return rank_plans(
         model,
         cluster,
         query.train(model, cluster),
-        engine("farspan"),
+        load_engine("farspan"),
         objective=query.objective or "time",
         allow=query.allow,
         tolerance=query.tolerance,
@@ -141,21 +141,21 @@ def price_model(query: PlanQuery) -> Ranking:
 
 def price_resolved(resolved: Resolved, parallel: ParallelConfig, query: PlanQuery) -> Ranking:
     """Price every technique for a run.yaml; the query takes precedence over its keys."""
-    from farspan.app.resolving import allowed
+    from farspan.app.resolving import allowed_techniques
 
-    return rank(
+    return rank_plans(
         resolved.model,
         resolved.cluster,
         resolved.train,
-        engine("farspan"),
+        load_engine("farspan"),
         objective=query.objective or parallel.objective,
-        allow=query.allow or allowed(parallel),
+        allow=query.allow or allowed_techniques(parallel),
         tolerance=query.tolerance,
         corpus=resolved.corpus.hash,
     )
 
 
-def as_json(candidate: Candidate | Refused, cluster: Cluster) -> dict[str, Any]:
+def candidate_as_json(candidate: Candidate | Refused, cluster: Cluster) -> dict[str, Any]:
     """Return a candidate, or a technique without a plan, as `--json` prints it."""
     device_names = []
     for host in cluster.hosts:
@@ -195,15 +195,15 @@ def _search_ground(query: PlanQuery) -> Ground:
     from farspan.planning.fit import Ground
 
     assert query.cluster is not None
-    cluster = clusters.find(query.cluster)
-    return Ground(cluster, engine("farspan"), query.train, query.allow)
+    cluster = clusters.find_cluster(query.cluster)
+    return Ground(cluster, load_engine("farspan"), query.train, query.allow)
 
 
-def fit(what: Fitting, query: PlanQuery) -> Fit:
+def find_limit(what: Fitting, query: PlanQuery) -> Fit:
     """Find the largest model (of the family that is asked for), the most sequences at once, or the
     least memory a device. Raises Refusal where nothing fits."""
     from farspan.planning.choose_model import DEFAULT_FAMILY
-    from farspan.planning.fit import batch_ladder, climb, memory_ladder, model_ladder
+    from farspan.planning.fit import batch_ladder, find_hardest_rung, memory_ladder, model_ladder
     from farspan.planning.question import CONTEXT, VOCABULARY
 
     ground = _search_ground(query)
@@ -218,29 +218,29 @@ def fit(what: Fitting, query: PlanQuery) -> Fit:
         ladder = batch_ladder(ground, model)
     else:
         ladder = memory_ladder(ground, model)
-    answer = climb(ground, ladder)
+    answer = find_hardest_rung(ground, ladder)
     if answer is None:
         raise _nothing_fits(query, ground, model)
     return answer
 
 
-def demand_a_fit(query: PlanQuery, ranking: Ranking) -> None:
+def require_fit(query: PlanQuery, ranking: Ranking) -> None:
     """Refuse where no technique has a plan on any part because memory is short."""
     codes = [refused.problem.code for refused in ranking.refused]
     if not ranking.candidates and "out-of-memory" in codes:
         raise _nothing_fits(query, _search_ground(query), ranking.model)
 
 
-def reproduced(limit: Limit) -> bool:
+def is_reproducible(limit: Limit) -> bool:
     """Return whether `--model` with the answer's size makes the same shape."""
     return model_of(limit.typed) == limit.plan.model
 
 
 def _nothing_fits(query: PlanQuery, ground: Ground, model: ModelSpec | None) -> Refusal:
     """Return why a model fits nowhere on a cluster, and the nearest things that do."""
-    from farspan.planning.misfit import misfit
+    from farspan.planning.misfit import explain_misfit
 
-    miss = None if model is None else misfit(ground, model)
+    miss = None if model is None else explain_misfit(ground, model)
     if model is None or miss is None:
         return Refusal(
             "cannot-plan",
@@ -259,7 +259,7 @@ def _nothing_fits(query: PlanQuery, ground: Ground, model: ModelSpec | None) -> 
         size = f"{format_count(smaller.amount)} parameters ({shape})"
         fits.append(f"{size} by {smaller.technique} on {smaller.where}")
         remedy = command("fit", "model", "--model", name, *on_cluster)
-        if reproduced(smaller):
+        if is_reproducible(smaller):
             remedy = command("plan", "--model", smaller.typed, *on_cluster)
     if miss.seq_len is not None:
         fits.append(f"sequences of {miss.seq_len} tokens")
@@ -270,7 +270,7 @@ def _nothing_fits(query: PlanQuery, ground: Ground, model: ModelSpec | None) -> 
     if miss.host is not None:
         shortages.append(str(miss.host))
     short = "; ".join(dict.fromkeys(shortages))
-    count = format_count(parameters(model))
+    count = format_count(count_parameters(model))
     return Refusal(
         "out-of-memory",
         what=f"{model.family} of {count} parameters fits nowhere here; least is lacking by "
@@ -285,7 +285,7 @@ def _nothing_fits(query: PlanQuery, ground: Ground, model: ModelSpec | None) -> 
 #   ------------------------------------------------------------------------------------------------
 
 
-def rent(
+def rank_rentals(
     query: PlanQuery,
     *,
     hours: float | None = None,
@@ -295,22 +295,22 @@ def rent(
 ) -> Rent:
     """Rank the catalogue's devices (of these `kinds`, or all) and their counts by time and dollars,
     for a run that may take `hours` and `usd`."""
-    from farspan.planning.quantities import positive
+    from farspan.planning.quantities import parse_positive
     from farspan.planning.rent import Budget
-    from farspan.planning.rent import rent as rank_offers
+    from farspan.planning.rent import price_offers as rank_offers
 
     budget = Budget()
     bandwidth = None
     if hours is not None:
-        budget = budget._replace(seconds=3600.0 * positive(float, hours, "--hours", "24"))
+        budget = budget._replace(seconds=3600.0 * parse_positive(float, hours, "--hours", "24"))
     if usd is not None:
-        budget = budget._replace(usd=positive(float, usd, "--usd", "24"))
+        budget = budget._replace(usd=parse_positive(float, usd, "--usd", "24"))
     if network is not None:
-        bandwidth = positive(parse_rate, network, "--network", "100Gbit/s")
+        bandwidth = parse_positive(parse_rate, network, "--network", "100Gbit/s")
     return rank_offers(
         model_of(query.question.model),
         query.train,
-        engine("farspan"),
+        load_engine("farspan"),
         budget=budget,
         allow=query.allow,
         kinds=kinds,
@@ -322,7 +322,7 @@ def rent(
 #   ------------------------------------------------------------------------------------------------
 
 
-def exporter(system: str) -> Exporter:
+def load_exporter(system: str) -> Exporter:
     """Return what writes plans for another system; a Refusal offers the nearest one."""
     from farspan.app.extensions import load_extension
 
@@ -333,11 +333,11 @@ def exporter(system: str) -> Exporter:
     return plugin
 
 
-def export(plan: Plan, system: str, to: Path | None = None) -> tuple[Path, Exported]:
+def export_plan(plan: Plan, system: str, to: Path | None = None) -> tuple[Path, Exported]:
     """Write the plan as another system's configuration."""
     from farspan.domain.codec import write_atomically
 
-    exported = exporter(system).export(plan)
+    exported = load_exporter(system).export(plan)
     path = to or Path(exported.file)
     write_atomically(path, exported.text.encode())
     return path, exported

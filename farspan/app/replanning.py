@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 from farspan.app import clusters
 from farspan.app.checkpoints import copy_checkpoints, unmirrored_steps
-from farspan.app.jobs import status
+from farspan.app.jobs import read_status
 from farspan.app.plans import Planned, best_plan, device_places, write_planned
 from farspan.app.resolving import Resolved
-from farspan.app.updates import Note, Progress, silent
+from farspan.app.updates import Note, Progress, ignore_update
 from farspan.corpus.find import find_corpus
 from farspan.domain.cluster import Cluster
 from farspan.domain.cluster_json import load_cluster_json
@@ -30,9 +30,9 @@ from farspan.domain.units import counted, format_bytes, format_seconds, format_u
 from farspan.launch.clusters import HERE
 
 
-def replan(
+def replan_run(
     run: RunFolder,
-    progress: Progress = silent,
+    progress: Progress = ignore_update,
     *,
     cluster: str | None = None,
     technique: str | None = None,
@@ -40,12 +40,12 @@ def replan(
     """Plan the rest of a run for another cluster (None: the same; `here`: this machine), by a
     technique or the best. Reports what changes, and makes the new plan the run's. Raises Refusal
     where nothing fits, and where the run is being trained."""
-    from farspan.launch.lock import locked
+    from farspan.launch.lock import lock_file
     from farspan.launch.probe import Probe
 
-    with locked(run.lock, "this run is being trained already", run.path):
+    with lock_file(run.lock, "this run is being trained already", run.path):
         try:
-            copy_checkpoints(run, clusters.of_run(run))
+            copy_checkpoints(run, clusters.cluster_of_run(run))
         except Refusal as refusal:
             progress(Note(f"{refusal.problem.what}: {refusal.problem.fact}"))
         config = load_yaml(run.config, RunConfig)
@@ -64,11 +64,11 @@ def replan(
                 target = probe.describe(parallel.device, None)
         resolved = _resolve_rest(run, target)
         planned = best_plan(resolved, _keep_synchronous(parallel, run.load_plan()), progress)
-        adopt(run, planned, progress, asked)
+        adopt_plan(run, planned, progress, asked)
     return planned
 
 
-def planned_without(run: RunFolder, gone: Collection[str]) -> Planned:
+def plan_without_hosts(run: RunFolder, gone: Collection[str]) -> Planned:
     """Plan the rest of a run without some hosts of its cluster, by predictions alone: nothing is
     tried while machines wait. Raises Refusal where nothing fits."""
     whole = load_cluster_json(run.cluster)
@@ -90,8 +90,11 @@ def planned_without(run: RunFolder, gone: Collection[str]) -> Planned:
     return best_plan(resolved, _keep_synchronous(parallel, run.load_plan()), trials=False)
 
 
-def adopt(
-    run: RunFolder, planned: Planned, progress: Progress = silent, asked: RunConfig | None = None
+def adopt_plan(
+    run: RunFolder,
+    planned: Planned,
+    progress: Progress = ignore_update,
+    asked: RunConfig | None = None,
 ) -> None:
     """Report what a plan for the rest of a run changes, and make it the run's; `asked` is its new
     run.yaml, if any."""
@@ -111,7 +114,7 @@ def adopt(
     run.plans.mkdir(exist_ok=True)
     save(old, run.plans / f"{old.hash}.json")
     if asked is not None:
-        launcher = clusters.launcher(asked.parallel)
+        launcher = clusters.find_launcher(asked.parallel)
         record = replace(record, launcher=launcher, asked=asked)
     write_planned(run, planned, config, record)
 
@@ -138,7 +141,7 @@ def _keep_synchronous(given: ParallelConfig, old: Plan) -> ParallelConfig:
 
     if old.sync is not None or given.allow:
         return given
-    exact = tuple(filter(techniques.exact, techniques.names()))
+    exact = tuple(filter(techniques.exact, techniques.technique_names()))
     return replace(given, allow=exact)
 
 
@@ -149,7 +152,7 @@ def _describe_change(run: RunFolder, old: Plan, planned: Planned) -> str:
     if run.estimate.exists():
         before = load(run.estimate, Estimate)
     done = max(0, run.newest_checkpoint())
-    remaining = max(0, status(run).steps - done)
+    remaining = max(0, read_status(run).steps - done)
     duration = format_seconds(remaining * now.step_s)
     facts = [_describe_plan(planned.plan, now), f"{duration} in all"]
     if now.usd is not None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from farspan.app.choosing import question
+from farspan.app.choosing import selection_task
 from farspan.domain.cluster import Cluster, Device, Host
 from farspan.domain.cluster_json import load_cluster_json
 from farspan.domain.codec import load_yaml, write_atomically
@@ -42,9 +42,9 @@ class Report:
     page: Path
 
     def __str__(self) -> str:
-        from farspan.report.text import report
+        from farspan.report.text import run_report
 
-        return report(self.run, self.compared)
+        return run_report(self.run, self.compared)
 
     def __repr__(self) -> str:
         from farspan.report.endings import ending
@@ -66,7 +66,7 @@ def write_report(path: Path, *, page: bool = True) -> Report:
     from farspan.launch.trust import require_own_links
     from farspan.report.compare import compare_to_prediction
     from farspan.report.history import open_run
-    from farspan.report.measure import measure
+    from farspan.report.measure import measure_run
     from farspan.report.page import write_page
 
     if page:
@@ -85,7 +85,7 @@ def write_report(path: Path, *, page: bool = True) -> Report:
             again = _describe_replan(run, rank_slowdowns, link_slowdowns)
         compared = replace(compared, again=again)
     where = write_page(run, compared) if page else RunFolder(path).report
-    return Report(run=run, measurement=measure(run), compared=compared, page=where)
+    return Report(run=run, measurement=measure_run(run), compared=compared, page=where)
 
 
 class ChartPicture(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,11 +111,11 @@ class ChartPicture(msgspec.Struct, frozen=True, kw_only=True):
 def draw_chart(path: Path, name: str) -> ChartPicture:
     """Draw one of the report's charts of the run at `path`. Raises Refusal (usage) for a name that
     the run has no chart of."""
-    from farspan.report.figures import figures
+    from farspan.report.figures import run_charts
     from farspan.report.history import open_run
     from farspan.report.page import chart_svg
 
-    charts = {chart.name: chart for chart in figures(open_run(path))}
+    charts = {chart.name: chart for chart in run_charts(open_run(path))}
     if name not in charts:
         raise Refusal(
             "usage",
@@ -181,9 +181,9 @@ def _describe_replan(
     """Return what the planner would choose if it knew the measured over the assumed compute time
     of ranks, and the same of links between two hosts; "" where it cannot be asked."""
     from farspan import models
-    from farspan.domain.engine import engine
+    from farspan.domain.engine import load_engine
     from farspan.estimate.price import estimate
-    from farspan.planning.ranking import called
+    from farspan.planning.ranking import candidate_name
 
     folder = RunFolder(run.folder)
     plan = run.plan
@@ -193,8 +193,8 @@ def _describe_replan(
         for rank, slowdown in rank_slowdowns.items():
             device = plan.devices[rank]
             device_slowdowns[device.host, device.index] = slowdown
-        cluster = paced(load_cluster_json(folder.cluster), device_slowdowns, link_slowdowns)
-        task = question(plan.model, plan.train, cluster, plan.inputs.corpus, parallel)
+        cluster = slow_cluster(load_cluster_json(folder.cluster), device_slowdowns, link_slowdowns)
+        task = selection_task(plan.model, plan.train, cluster, plan.inputs.corpus, parallel)
         ranking = task.rank(cluster)
     except Refusal:
         return ""
@@ -202,7 +202,7 @@ def _describe_replan(
         return ""
     best = ranking.candidates[ranking.chosen]
     graph = models.graph(plan.model)
-    now = estimate(plan, graph, cluster, engine(plan.engine))
+    now = estimate(plan, graph, cluster, load_engine(plan.engine))
     speed = best.estimate.tokens_per_s * best.estimate.token_efficiency
     old_speed = now.tokens_per_s * now.token_efficiency
     is_same = best.plan.replicas == plan.replicas and best.plan.devices == plan.devices
@@ -210,12 +210,12 @@ def _describe_replan(
     if is_same or is_no_faster:
         return "planned again with this pace, no plan would be faster than this one"
     return (
-        f"planned again with this pace, {called(best)} would be chosen: "
+        f"planned again with this pace, {candidate_name(best)} would be chosen: "
         f"{speed / old_speed:.2g}x as many tokens a second"
     )
 
 
-def paced(
+def slow_cluster(
     cluster: Cluster,
     device_slowdowns: dict[tuple[str, int], float],
     link_slowdowns: dict[tuple[str, str], float] | None = None,

@@ -12,11 +12,11 @@ from msgspec.structs import replace
 
 from farspan.app.checks import check_gpus, require_torch
 from farspan.app.clusters import first_device, given_cluster
-from farspan.app.updates import Note, Progress, notes, silent
+from farspan.app.updates import Note, Progress, ignore_update, note_reporter
 from farspan.domain.cluster import Cluster
 from farspan.domain.config import ParallelConfig, RunConfig
 from farspan.domain.corpus import CorpusManifest
-from farspan.domain.engine import engine as find_engine
+from farspan.domain.engine import load_engine as find_engine
 from farspan.domain.model import ModelSpec
 from farspan.domain.probe import ProbeResult
 from farspan.domain.problems import Problem, Refusal
@@ -67,24 +67,24 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
         return values
 
 
-def prepare(
-    config: RunConfig, progress: Progress = silent, *, verified: bool = False
+def prepare_run_corpus(
+    config: RunConfig, progress: Progress = ignore_update, *, verified: bool = False
 ) -> tuple[Path, CorpusManifest]:
     """Make or find the tokenizer and token files of the run's text: their folder and manifest.
 
     With `verified` all that was made before is read, and made again where it is damaged.
     """
-    from farspan.corpus.prepare import prepare as prepare_corpus
+    from farspan.corpus.prepare import prepare_corpus as prepare_corpus
     from farspan.corpus.processes import usable_cores
-    from farspan.planning.quantities import check
+    from farspan.planning.quantities import check_quantities
 
-    check(config)
+    check_quantities(config)
     folder, manifest = prepare_corpus(
         config.data_config,
         config.tokenizer_config,
         make_cache_folder("corpora"),
         workers=usable_cores(),
-        say=notes(progress),
+        write_line=note_reporter(progress),
         verified=verified,
     )
     for kinds in manifest.skipped_kinds:
@@ -94,27 +94,27 @@ def prepare(
     return folder, manifest
 
 
-def resolve(config: RunConfig, progress: Progress = silent, *, trial: bool) -> Resolved:
+def resolve_run(config: RunConfig, progress: Progress = ignore_update, *, trial: bool) -> Resolved:
     """Prepare the text, find the cluster, and settle model and training; with `trial` on the first
     device's real speed.
 
     Without a trial nothing of the cluster is touched: its figures and the estimator stand for it.
     """
     from farspan.planning import model_speed
-    from farspan.planning.resolve import resolve as resolve_config
+    from farspan.planning.resolve import resolve_config as resolve_config
     from farspan.retrieval.stores import resolve as resolve_store
 
     resolve_store(config.index.store)
-    allowed(config.parallel)
+    allowed_techniques(config.parallel)
     engine = find_engine("farspan")
     given = given_cluster(config, reach=trial)
     gpu_notes = check_gpus(config) if given is None else ()
-    folder, manifest = prepare(config, progress)
+    folder, manifest = prepare_run_corpus(config, progress)
     if trial or given is None:
         with start_probe(config, given) as (probe, cluster):
             measures = _trial_measures(config, probe, cluster, progress)
             settled = resolve_config(config, manifest, cluster, **measures)
-        cluster = model_speed.calibrated(
+        cluster = model_speed.calibrate_cluster(
             cluster, settled.model, settled.train, engine, settled.probe
         )
     else:
@@ -126,7 +126,7 @@ def resolve(config: RunConfig, progress: Progress = silent, *, trial: bool) -> R
             manifest,
             cluster,
             matmul_flops=lambda: model_speed.product_flops(cluster, engine, precisions),
-            measure=lambda model, train: model_speed.predicted(
+            measure=lambda model, train: model_speed.predict_probe(
                 model, train, cluster, engine, precisions
             ),
         )
@@ -141,10 +141,10 @@ def resolve(config: RunConfig, progress: Progress = silent, *, trial: bool) -> R
     )
 
 
-def tried_here(
+def calibrate_here(
     config: RunConfig,
     asked: Callable[[Cluster], tuple[ModelSpec, TrainSpec]],
-    progress: Progress = silent,
+    progress: Progress = ignore_update,
 ) -> Cluster:
     """Return this machine as a cluster, as fast as a trial of the model and the training that
     `asked` means on it, as for a run.yaml without a cluster."""
@@ -159,10 +159,10 @@ def tried_here(
         config = replace(config, train=in_precision)
         measures = _trial_measures(config, probe, cluster, progress)
         measured = measures["measure"](model, train)
-    return model_speed.calibrated(cluster, model, train, engine, measured)
+    return model_speed.calibrate_cluster(cluster, model, train, engine, measured)
 
 
-def allowed(parallel: ParallelConfig) -> tuple[str, ...]:
+def allowed_techniques(parallel: ParallelConfig) -> tuple[str, ...]:
     """Return the techniques that run.yaml allows; none is all. Refuses names that are none."""
     from farspan import techniques
 
@@ -210,16 +210,18 @@ def _trial_measures(
 
     def matmul_flops() -> float:
         fastest = max(probe.matmul_flops(device, precisions).values())
-        return len(cluster.devices) / model_speed.crowding(cluster) * fastest
+        return len(cluster.devices) / model_speed.threads_per_core(cluster) * fastest
 
     def measure(model: ModelSpec, train: TrainSpec) -> ProbeResult:
-        fitting = model_speed.fitting(model, train, cluster, find_engine("farspan"))
+        fitting = model_speed.fit_batch(model, train, cluster, find_engine("farspan"))
         if isinstance(fitting, Problem):
             if len(cluster.devices) == 1:
                 raise Refusal.of(fitting)
             # A model that one device cannot hold may still be divided over several.
             progress(Note(f"the model is not tried on one {kind}, which cannot hold it: predicted"))
-            return model_speed.predicted(model, train, cluster, find_engine("farspan"), precisions)
+            return model_speed.predict_probe(
+                model, train, cluster, find_engine("farspan"), precisions
+            )
         progress(Note(f"trying the model on {kind}: {', '.join(precisions)}"))
         return probe.measure(device, model, fitting, precisions=precisions, seconds=PROBE_S)
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from farspan.app.updates import Progress, notes, silent
+from farspan.app.updates import Progress, ignore_update, note_reporter
 from farspan.domain.codec import load
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.install import install_command
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from farspan.retrieval.serve.site import Served
 
 #: The variable that may hold the token: other users see what a command is given.
-TOKEN = "FARSPAN_TOKEN"
+TOKEN_VARIABLE = "FARSPAN_TOKEN"
 
 
-def serve(
+def serve_index(
     run: RunFolder,
-    progress: Progress = silent,
+    progress: Progress = ignore_update,
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
@@ -49,14 +49,14 @@ def serve(
             fact=f"there is no module {error.name}",
             remedy=install_command("serve"),
         ) from None
-    token = token or os.environ.get(TOKEN) or None
+    token = token or os.environ.get(TOKEN_VARIABLE) or None
     address = Address(run=run.path, host=host, port=port, token=token)
-    serve_at(address, served(run), lambda: searcher(run), notes(progress))
+    serve_at(address, describe_served(run), lambda: open_searcher(run), note_reporter(progress))
 
 
-def served(run: RunFolder) -> Served:
+def describe_served(run: RunFolder) -> Served:
     """Return what the page and the API show of the run."""
-    from farspan.domain.model import parameters
+    from farspan.domain.model import count_parameters
     from farspan.report.text import model_line
     from farspan.retrieval.serve.forms import ModelAbout, TextAbout
     from farspan.retrieval.serve.site import Served
@@ -65,7 +65,7 @@ def served(run: RunFolder) -> Served:
     corpus = load(run.corpus, CorpusManifest)
     record = load(run.record, RunRecord)
     model = ModelAbout(
-        line=model_line(plan), parameters=parameters(plan.model), context=plan.model.context
+        line=model_line(plan), parameters=count_parameters(plan.model), context=plan.model.context
     )
     text = TextAbout(
         source=corpus.source,
@@ -81,13 +81,13 @@ def served(run: RunFolder) -> Served:
     )
 
 
-def searcher(run: RunFolder) -> IndexSearcher:
+def open_searcher(run: RunFolder) -> IndexSearcher:
     """Open the run's index as it is now, with the model that it is of."""
-    from farspan.app.indexing import opened
+    from farspan.app.indexing import open_index
     from farspan.retrieval.serve.opened import IndexSearcher
     from farspan.runtime.inference import load as load_model
 
     trained = load_model(run)
     with ExitStack() as stack:
-        index = stack.enter_context(opened(run, trained=trained))
+        index = stack.enter_context(open_index(run, trained=trained))
         return IndexSearcher(index, trained.model, trained.tokenizer, stack.pop_all().close)

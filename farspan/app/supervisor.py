@@ -16,9 +16,9 @@ from contextlib import closing, contextmanager
 
 from farspan.app import clusters
 from farspan.app.checkpoints import copy_checkpoints, flaw_of, unmirrored_steps
-from farspan.app.faults import Faults, Seen, told
+from farspan.app.faults import Faults, Seen, restart_message
 from farspan.app.plans import Planned
-from farspan.app.replanning import adopt, planned_without
+from farspan.app.replanning import adopt_plan, plan_without_hosts
 from farspan.app.updates import Ended, Faulted, Note, Progress, Training
 from farspan.domain.codec import load, load_yaml
 from farspan.domain.config import RunConfig
@@ -27,20 +27,20 @@ from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.results import Estimate, Event, Finished, Started, Step
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.units import format_seconds
-from farspan.launch.away import away
-from farspan.launch.launchers import launch
+from farspan.launch.away import find_absent_hosts
+from farspan.launch.launchers import launch_workers
 from farspan.launch.lease import Lease
 from farspan.launch.spares import Spares
-from farspan.launch.workers import Held, Workers
+from farspan.launch.workers import SupervisorState, Workers
 
 #: How often hosts that are away are looked for, and the user's wish to stop.
 POLL_S = 1.0
-LOOK_S = 0.1
+STOP_POLL_S = 0.1
 #: Spares are started when workers have trained this long: they import for seconds, which short runs
 #: do not get back.
 SPARES_AFTER_S = 10.0
 #: Steps whose median says what a step takes.
-RECENT = 20
+NUM_RECENT_STEPS = 20
 
 
 class Supervisor:
@@ -62,7 +62,7 @@ class Supervisor:
         self._shown: str | None = None
         #: The last step that was reported, and what recent ones took.
         self._step = 0
-        self._steps_s = deque[float](maxlen=RECENT)
+        self._steps_s = deque[float](maxlen=NUM_RECENT_STEPS)
         #: The furthest that any start has come: a fault before it is at the same place.
         self._furthest = 0
         #: The first start of this job that trained, and when it did by the monotonic clock.
@@ -98,7 +98,7 @@ class Supervisor:
         record = load(self._run.record, RunRecord)
         finished = None
         self._failed_at = None
-        cluster = clusters.of_run(self._run)
+        cluster = clusters.cluster_of_run(self._run)
         if record.launcher == "local" and self._run.epochs.exists():
             # An earlier start may have left newer checkpoints on rank 0's own disk, and the lease
             # counts those that are here.
@@ -108,8 +108,8 @@ class Supervisor:
         if lease.mended is not None:
             self._progress(Note(lease.mended))
         restarts = self._on_fault != "stop"
-        context = Held(lease, epoch, spares, again=restarts, flaw_of=flaw_of)
-        workers = launch(record.launcher, plan, self._run, cluster, context)
+        context = SupervisorState(lease, epoch, spares, again=restarts, flaw_of=flaw_of)
+        workers = launch_workers(record.launcher, plan, self._run, cluster, context)
         has_spares = False
         try:
             with workers:
@@ -175,9 +175,9 @@ class Supervisor:
         if fatal is not None:
             raise Refusal.of(fatal)
         plan = self._run.load_plan()
-        self._faults.preempt(fault, plan, clusters.of_run(self._run))
+        self._faults.preempt(fault, plan, clusters.cluster_of_run(self._run))
         at = time.time() - (now - self._seen_at)
-        message = told(fault, len(self._faults.seen))
+        message = restart_message(fault, len(self._faults.seen))
         self._progress(Faulted(problem, at, self._step, message))
         replanned = self._wait_for_hosts()
         self._fault = Fault(problem=problem, at=at, step=self._step, replanned=replanned)
@@ -204,7 +204,7 @@ class Supervisor:
                 self._progress(Note(note))
             # A plan that loses nothing is followed at once.
             if reduced is not None and time.monotonic() - began >= loss_s:
-                adopt(self._run, reduced, self._progress)
+                adopt_plan(self._run, reduced, self._progress)
                 return True
             self._sleep(POLL_S)
         self._require_not_asked()
@@ -220,9 +220,9 @@ class Supervisor:
         planned = {device.host for device in self._run.load_plan().devices}
         leaving = planned & self._faults.leaving(time.monotonic())
         expected = planned - leaving
-        cluster = clusters.of_run(self._run)
+        cluster = clusters.cluster_of_run(self._run)
         hosts = [host for host in cluster.hosts if host.name in expected]
-        return leaving | away(hosts)
+        return leaving | find_absent_hosts(hosts)
 
     def _plan_without(self, gone: Collection[str]) -> tuple[Planned | None, float]:
         """Plan without these hosts, if that is allowed and fits; and the seconds that would be
@@ -230,7 +230,7 @@ class Supervisor:
         if self._on_fault == "wait":
             return None, 0.0
         try:
-            reduced = planned_without(self._run, gone)
+            reduced = plan_without_hosts(self._run, gone)
             before = load(self._run.estimate, Estimate)
         except Refusal:
             return None, 0.0
@@ -251,7 +251,7 @@ class Supervisor:
         """Sleep, but raise Refusal (interrupted) when the user has asked to stop."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self._asked:
-            time.sleep(LOOK_S)
+            time.sleep(STOP_POLL_S)
         self._require_not_asked()
 
     def _require_not_asked(self) -> None:

@@ -16,21 +16,21 @@ from farspan.app import clusters
 from farspan.app.checks import refuse_existing, require_torch
 from farspan.app.configs import refuse_edited
 from farspan.app.corpora import bring_corpus
-from farspan.app.jobs import registered, remove_unbegun, wait_for_orphans
+from farspan.app.jobs import register_job, remove_unbegun, wait_for_orphans
 from farspan.app.plans import (
     Planned,
+    add_forecast,
     best_plan,
     planned_devices,
-    with_forecast,
     write_planned,
 )
 from farspan.app.reporting import Report, write_report
-from farspan.app.resolving import resolve
-from farspan.app.updates import Ended, Note, Progress, notes, silent
+from farspan.app.resolving import resolve_run
+from farspan.app.updates import Ended, Note, Progress, ignore_update, note_reporter
 from farspan.domain.codec import load, to_json, write_atomically
 from farspan.domain.config import RunConfig
 from farspan.domain.problems import Refusal, command
-from farspan.domain.results import STOPPED, Event, Started, read_events
+from farspan.domain.results import STOP_REASONS, Event, Started, read_events
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.units import counted, format_bytes
 from farspan.report.endings import step_of
@@ -39,23 +39,25 @@ if TYPE_CHECKING:
     from farspan.report.tensorboard import TensorBoard
 
 
-def start(
-    path: Path, config: RunConfig, progress: Progress = silent, *, table: bool = False
+def plan_run(
+    path: Path, config: RunConfig, progress: Progress = ignore_update, *, table: bool = False
 ) -> RunFolder:
     """Plan what `config` asks for, report the predictions, and make its run directory at `path`.
 
     With `table` the techniques are compared on this cluster first.
     """
-    resolved = resolve(config, progress, trial=True)
+    resolved = resolve_run(config, progress, trial=True)
     planned = best_plan(resolved, config.parallel, progress, table=table)
-    return make(path, config, planned, progress)
+    return make_run(path, config, planned, progress)
 
 
-def make(path: Path, config: RunConfig, planned: Planned, progress: Progress = silent) -> RunFolder:
+def make_run(
+    path: Path, config: RunConfig, planned: Planned, progress: Progress = ignore_update
+) -> RunFolder:
     """Report a plan's predictions, and make its run directory at `path`."""
     resolved = planned.resolved
     if config.model.path is None:
-        planned = with_forecast(planned)
+        planned = add_forecast(planned)
     progress(planned)
     # Refuse a plan that a device cannot hold.
     plan = planned.plan
@@ -84,7 +86,7 @@ def make(path: Path, config: RunConfig, planned: Planned, progress: Progress = s
         created=created,
         warnings=resolved.warnings,
         initial=initial,
-        launcher=clusters.launcher(config.parallel),
+        launcher=clusters.find_launcher(config.parallel),
         asked=config,
         forecast=planned.forecast,
     )
@@ -100,9 +102,9 @@ def make(path: Path, config: RunConfig, planned: Planned, progress: Progress = s
     return run
 
 
-def resume(
+def resume_run(
     run: RunFolder,
-    progress: Progress = silent,
+    progress: Progress = ignore_update,
     *,
     trust: bool = False,
     cluster: str | None = None,
@@ -112,26 +114,26 @@ def resume(
     commands are run, and its links followed, also where it was not made here; without, such a run
     is refused. For another cluster or technique the remaining steps are planned again. Workers of
     a killed job are waited for."""
-    from farspan.app.replanning import replan
+    from farspan.app.replanning import replan_run
     from farspan.launch import trust as trusting
     from farspan.report.history import is_complete
 
     refuse_edited(run)
     if trust:
-        trusting.seal(run)
+        trusting.seal_run(run)
     if is_complete(run):
         progress(Note("this run is finished: nothing is left to train"))
         return write_report(run.path, page=False)
     if not trust:
-        trusting.require(run)
-    wait_for_orphans(run, notes(progress))
+        trusting.require_trusted(run)
+    wait_for_orphans(run, note_reporter(progress))
     bring_corpus(run, progress)
     if cluster is not None or technique is not None:
-        replan(run, progress, cluster=cluster, technique=technique)
-    return train(run, progress)
+        replan_run(run, progress, cluster=cluster, technique=technique)
+    return train_run(run, progress)
 
 
-def train(run: RunFolder, progress: Progress = silent) -> Report:
+def train_run(run: RunFolder, progress: Progress = ignore_update) -> Report:
     """Train the run's plan from its newest checkpoint, reporting events; then write its report.
 
     On the main thread Ctrl-C and SIGTERM save first and then raise Refusal (interrupted). No worker
@@ -150,7 +152,7 @@ def train(run: RunFolder, progress: Progress = silent) -> Report:
         workers = f"{counted(len(plan.devices), 'worker')} on {', '.join(hosts)}"
         progress(Note(f"starting {workers} through {record.launcher}"))
     try:
-        with registered(run):
+        with register_job(run):
             ended = Supervisor(run, progress, write_event).train()
     except BaseException:
         progress(Ended())
@@ -161,7 +163,7 @@ def train(run: RunFolder, progress: Progress = silent) -> Report:
         raise
     progress(Ended())
     report = write_report(run.path)
-    if ended is not None and ended.reason in STOPPED:
+    if ended is not None and ended.reason in STOP_REASONS:
         raise Refusal(
             "interrupted",
             what=f"stopped as asked; step {step_of(ended.step, plan.train)} is saved",
@@ -172,11 +174,11 @@ def train(run: RunFolder, progress: Progress = silent) -> Report:
     return report
 
 
-def train_new(run: RunFolder, progress: Progress = silent) -> Report:
+def train_new(run: RunFolder, progress: Progress = ignore_update) -> Report:
     """Train a run that was just made (`train`). Where the disk is full before its workers have
     started, its folder is removed: the same command then works when there is space."""
     try:
-        return train(run, progress)
+        return train_run(run, progress)
     except (Refusal, OSError) as error:
         if isinstance(error, Refusal):
             disk_is_full = error.problem.code == "disk-full"

@@ -10,7 +10,7 @@ from farspan.domain.codec import content_hash, load, save
 from farspan.domain.plan import Plan
 from farspan.domain.run import cache_folder, make_cache_folder
 from farspan.domain.trial import Trial
-from farspan.launch.trial import Limits, limits, steps_for, trial
+from farspan.launch.trial import Limits, run_trial, steps_for, trial_limits
 from farspan.semantics.identity import cluster_hash, plan_key
 
 
@@ -27,7 +27,7 @@ class TrialCache:
     def __call__(self, plan: Plan, step_s: float) -> Trial:
         # How many steps are asked for follows from a prediction, which is another one after each
         # probe.
-        within = limits(plan, self._resolved.cluster, step_s, steps_for(step_s))
+        within = trial_limits(plan, self._resolved.cluster, step_s, steps_for(step_s))
         return self.run(plan, within, least=0)
 
     def run(self, plan: Plan, within: Limits, least: int | None = None) -> Trial:
@@ -41,7 +41,7 @@ class TrialCache:
             enough = within.steps if least is None else least
             if kept.step_s is None or len(kept.steps) >= enough:
                 return replace(kept, took_s=0.0)
-        result = trial(plan, self._resolved.corpus_folder, cluster, self._launcher, within)
+        result = run_trial(plan, self._resolved.corpus_folder, cluster, self._launcher, within)
         # Another time it may not fail; a worker may have been killed for another program's memory.
         if result.problem is None or result.problem.code == "out-of-memory":
             make_cache_folder("trials")

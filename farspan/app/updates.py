@@ -62,9 +62,9 @@ class Chosen(msgspec.Struct, frozen=True):
     selection: Selection
 
     def __str__(self) -> str:
-        from farspan.planning.outcome import why
+        from farspan.planning.outcome import explain_selection
 
-        return why(self.selection)
+        return explain_selection(self.selection)
 
 
 class Training(msgspec.Struct, frozen=True):
@@ -99,10 +99,10 @@ class Ended(msgspec.Struct, frozen=True):
         return "ended"
 
 
-def silent(update: object) -> None:
+def ignore_update(update: object) -> None:
     """Take an update and do nothing."""
 
 
-def notes(progress: Progress) -> Callable[[str], None]:
+def note_reporter(progress: Progress) -> Callable[[str], None]:
     """Return a function that reports a line as a `Note`: what the layers below call."""
     return lambda text: progress(Note(text))

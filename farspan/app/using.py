@@ -15,7 +15,7 @@ from farspan.domain.run import RunFolder
 Format = Literal["huggingface", "sentence-transformers"]
 
 
-def generate(
+def generate_text(
     run: RunFolder, prompt: str, *, tokens: int, temperature: float, top_k: int, seed: int
 ) -> tuple[str, int]:
     """Return text that the model writes after a prompt, and the step that its weights are from."""
@@ -35,7 +35,7 @@ def generate(
     return text, trained.step
 
 
-def export(
+def export_model(
     run: RunFolder,
     out: Path | None = None,
     *,
@@ -63,12 +63,12 @@ def export(
         require_own_links(run)
     trained = load(run)
     if embedder:
-        from farspan.app.indexing import origin, refuse_other_model
+        from farspan.app.indexing import model_origin, refuse_other_model
         from farspan.retrieval.index import FITTED, read_manifest
         from farspan.retrieval.sentence_transformers import write_sentence_transformers
 
         manifest = read_manifest(run.index, command("embed", run.path))
-        refuse_other_model(run, manifest.origin, origin(run, trained))
+        refuse_other_model(run, manifest.origin, model_origin(run, trained))
         out.mkdir(parents=True, exist_ok=True)
         card = model_card.embedder_card(open_run(run.path), trained.step, manifest.dim)
         write_atomically(out / "README.md", card.encode())
@@ -80,7 +80,7 @@ def export(
             dtype=dtype,
         )
     else:
-        from farspan.runtime.model.huggingface import export as write_model
+        from farspan.runtime.model.huggingface import export_model as write_model
 
         out.mkdir(parents=True, exist_ok=True)
         card = model_card.model_card(open_run(run.path), trained.step)

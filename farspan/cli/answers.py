@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from farspan.retrieval.search import Answer, Result
 
 
-def say_answer(answer: Answer, console: Console) -> None:
+def print_answer(answer: Answer, console: Console) -> None:
     """Print how documents were ranked; then rank, score, title, where it is from, and the beginning
     of its text."""
-    console.say(answer.ranked_by)
+    console.write_line(answer.ranked_by)
     for rank, result in enumerate(answer.results, 1):
         score = f"{rank:3}. {result.score:6.3f}"
-        console.say(f"{score}  {result.title}  [{result.place}]")
+        console.write_line(f"{score}  {result.title}  [{result.place}]")
         if result.also:
-            console.say(f"             also: {also(result)}")
-        console.say(f"             {result.text[:150]}")
+            console.write_line(f"             also: {format_copies(result)}")
+        console.write_line(f"             {result.text[:150]}")
     if not answer.results:
-        console.say("nothing found")
+        console.write_line("nothing found")
 
 
-def also(result: Result) -> str:
+def format_copies(result: Result) -> str:
     """Return the first places of exact copies, and how many more there are."""
     shown = result.also[:PLACES_SHOWN]
     more = result.copies - len(shown)
@@ -38,9 +38,9 @@ def also(result: Result) -> str:
 
 def evaluation_text(manifest: IndexManifest) -> str:
     """Return how well each way of searching was measured to do, or why that was not measured."""
-    from farspan.retrieval.evaluate import table
+    from farspan.retrieval.evaluate import format_evaluation
     from farspan.retrieval.search import not_evaluated
 
     if manifest.evaluation:
-        return table(manifest.evaluation)
+        return format_evaluation(manifest.evaluation)
     return f"not evaluated: {not_evaluated(manifest.recipe)}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from farspan.app.configs import overridden
+from farspan.app.configs import override_config
 from farspan.cli.console import Console
 from farspan.domain.codec import load_yaml
 from farspan.domain.config import RunConfig
@@ -56,7 +56,7 @@ def load_config(given: argparse.Namespace) -> RunConfig:
     config = load_yaml(path, RunConfig)
     short = [f"parallel.{key}={value}" for key, value in _given_short_keys(given).items()]
     for override in (*short, *given.set):
-        config = overridden(config, override)
+        config = override_config(config, override)
     return config
 
 
@@ -67,7 +67,7 @@ def _given_short_keys(given: argparse.Namespace) -> dict[str, str]:
 
 def _refuse_text(path: Path) -> None:
     """Refuse what `farspan init` takes where run.yaml is meant: a folder, or a source's name."""
-    from farspan.corpus.sources import available
+    from farspan.corpus.sources import list_sources
 
     if path.is_dir():
         own = path / "run.yaml"
@@ -84,7 +84,7 @@ def _refuse_text(path: Path) -> None:
             "path-unusable", what=what, where=path, fact="Is a directory, not a file", remedy=fix
         )
     name = str(path)
-    is_source = name in available() or name.startswith("hf:")
+    is_source = name in list_sources() or name.startswith("hf:")
     if is_source and not path.exists():
         raise Refusal(
             "path-missing",
@@ -162,7 +162,7 @@ def find_run(given: argparse.Namespace, console: Console) -> RunFolder:
     if named is not None:
         return RunFolder.existing(Path(named))
     run = RunFolder(_started_plans()[-1].parent)
-    console.say(f"run: {run.path}")
+    console.write_line(f"run: {run.path}")
     return run
 
 
@@ -210,7 +210,7 @@ def _started_plans() -> list[Path]:
     return started
 
 
-def positive(text: str) -> int:
+def parse_positive(text: str) -> int:
     """Parse an argument that counts."""
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
@@ -239,5 +239,8 @@ def takes_embedding(parser: argparse.ArgumentParser) -> None:
         help="what embeds (default: the fastest)",
     )
     parser.add_argument(
-        "--processes", type=positive, default=1, help="processes that embed on a CPU (default: 1)"
+        "--processes",
+        type=parse_positive,
+        default=1,
+        help="processes that embed on a CPU (default: 1)",
     )

@@ -17,9 +17,9 @@ from farspan.domain.units import (
 )
 
 
-def say_cluster(cluster: Cluster, console: Console) -> None:
+def print_cluster(cluster: Cluster, console: Console) -> None:
     """Print sites, hosts, devices and links, each with its origin."""
-    console.say(cluster.summary)
+    console.write_line(cluster.summary)
     for site in cluster.sites:
         text = f"site {site.name}"
         if site.lease_s:
@@ -28,18 +28,18 @@ def say_cluster(cluster: Cluster, console: Console) -> None:
             text += f", egress ${site.egress_usd_per_byte * 1e9:g}/GB"
         if site.lan_bandwidth is not None:
             text += f", {format_rate(site.lan_bandwidth)} between its hosts"
-        console.say(text)
+        console.write_line(text)
         for host in site.hosts:
             nic = "" if host.nic is None else f", card {format_rate(host.nic)}"
-            console.say(f"  host {host.name}{nic}")
+            console.write_line(f"  host {host.name}{nic}")
             lines = list(map(_device_text, host.devices))
             for line in dict.fromkeys(lines):
-                console.say(f"    {lines.count(line)} x {line}")
+                console.write_line(f"    {lines.count(line)} x {line}")
     hosts = [host.name for host in cluster.hosts]
     for a, b in combinations(hosts, 2):
         link = cluster.link(a, b)
         text = _link_text(link, cluster.assumed_network(a, b)) if link else "unknown"
-        console.say(f"link {a} - {b}: {text}")
+        console.write_line(f"link {a} - {b}: {text}")
 
 
 def _device_text(device: Device) -> str:

@@ -14,7 +14,7 @@ from types import TracebackType
 
 import msgspec
 
-from farspan.cli.paint import columns, fold
+from farspan.cli.paint import fold_line, terminal_columns
 from farspan.domain.escapes import escape_controls, escape_json_controls
 from farspan.domain.problems import Problem
 
@@ -26,18 +26,18 @@ class Console:
     def __init__(self, json: bool) -> None:
         self.json = json
 
-    def say(self, text: str = "", *, painted: bool = False) -> None:
+    def write_line(self, text: str = "", *, painted: bool = False) -> None:
         """Print text, its control characters as escapes. `painted`: `paint` and `table_lines` have
         coloured it."""
         stream = sys.stderr if self.json else sys.stdout
         print(escape_controls(text, keep_styles=painted), file=stream, flush=True)
 
-    def say_facts(self, text: str) -> None:
+    def write_facts(self, text: str) -> None:
         """Print lines of facts, folded to a terminal's width; where output is piped a line stays
         one."""
         stream = sys.stderr if self.json else sys.stdout
         for line in text.splitlines():
-            self.say(fold(line, columns()) if stream.isatty() else line)
+            self.write_line(fold_line(line, terminal_columns()) if stream.isatty() else line)
 
     def refuse(self, problem: Problem) -> None:
         """Print a refusal on standard error."""

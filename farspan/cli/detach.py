@@ -17,12 +17,12 @@ import msgspec
 
 from farspan.app import jobs
 from farspan.cli.console import Console
-from farspan.cli.paint import width
+from farspan.cli.paint import text_width
 from farspan.domain.escapes import shell_word
 from farspan.domain.interpreter import module_command
 from farspan.domain.own_files import open_own
 from farspan.domain.problems import Problem, Refusal, command
-from farspan.domain.results import Finished, Step, decoded
+from farspan.domain.results import Finished, Step, decode_events
 from farspan.domain.run import RunFolder
 
 
@@ -34,7 +34,7 @@ def takes_detach(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def detached(words: Sequence[object], run: RunFolder, console: Console) -> None:
+def run_detached(words: Sequence[object], run: RunFolder, console: Console) -> None:
     """Start `farspan WORDS...`, which trains `run`, show its log until it has made a step, and
     leave it alone.
 
@@ -59,16 +59,16 @@ def detached(words: Sequence[object], run: RunFolder, console: Console) -> None:
                 stdout=answer,
                 stderr=writing,
                 start_new_session=True,
-                env={**os.environ, "COLUMNS": str(width())},
+                env={**os.environ, "COLUMNS": str(text_width())},
             )
             if not _wait_until_trains(job, run, position, reading, console):
                 answer.seek(0)
                 _answer_ended_job(job, answer.read(), run, console)
                 return
-    console.say(f"\nthe job goes on without this terminal, as process {job.pid}")
-    console.say(f"  status    {command('status', run.path)}")
-    console.say(f"  progress  {command('logs', '-f', run.path)}")
-    console.say(f"  end it    {command('stop', run.path)}")
+    console.write_line(f"\nthe job goes on without this terminal, as process {job.pid}")
+    console.write_line(f"  status    {command('status', run.path)}")
+    console.write_line(f"  progress  {command('logs', '-f', run.path)}")
+    console.write_line(f"  end it    {command('stop', run.path)}")
     console.answer({"run": str(run.path), "job": jobs.job_of(run)})
 
 
@@ -80,8 +80,8 @@ def _is_training(run: RunFolder, pid: int, position: int) -> bool:
     job = jobs.job_of(run)
     if job is None or job.pid != pid:  # Another's, until this one is refused.
         return False
-    lines = jobs.lines(run.events, position=position)
-    kinds = [type(event) for event in decoded(lines, run.events)]
+    lines = jobs.follow_lines(run.events, position=position)
+    kinds = [type(event) for event in decode_events(lines, run.events)]
     return Step in kinds and Finished not in kinds
 
 
@@ -118,7 +118,7 @@ def _echo_log(log: IO[str], console: Console) -> None:
         if not line.endswith("\n") or line.startswith("error["):
             log.seek(at)
             return
-        console.say(line[:-1])
+        console.write_line(line[:-1])
 
 
 def _answer_ended_job(

@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from farspan.cli.display import DisplayConsole
-from farspan.cli.progress import LINE_S
+from farspan.cli.progress import LINE_INTERVAL_S
 from farspan.retrieval.work import IndexWork
 
 
@@ -43,6 +43,6 @@ class IndexProgress:
             row.add_column(justify="right", no_wrap=True)
             row.add_row(ProgressBar(total=1.0, completed=work.share), str(work))
             self._live.update(row)
-        elif self._clock() - self._line_at >= LINE_S:
+        elif self._clock() - self._line_at >= LINE_INTERVAL_S:
             self._line_at = self._clock()
             self._console.print(str(work), soft_wrap=True, highlight=False)

@@ -21,7 +21,7 @@ import msgspec
 
 import farspan
 from farspan._version import __version__
-from farspan.app.extensions import extensions
+from farspan.app.extensions import find_extensions
 from farspan.cli import commands
 from farspan.cli.console import Console
 from farspan.domain.escapes import shell_line
@@ -136,36 +136,36 @@ def own_names() -> list[str]:
     return [name for name in modules if not name.startswith("_")]
 
 
-def names() -> list[str]:
+def command_names() -> list[str]:
     """List every command, those of other packages too, without importing any."""
-    known = {*own_names(), *extensions("commands")}
+    known = {*own_names(), *find_extensions("commands")}
     ordered = [name for name in ORDER if name in known]
     return ordered + sorted(known.difference(ordered))
 
 
-def load(name: str) -> ModuleType:
+def load_command(name: str) -> ModuleType:
     """Return the module of a command; refuse a name that is none."""
     if name in own_names():
         return importlib.import_module(f"farspan.cli.commands.{name}")
-    if (point := extensions("commands").get(name)) is None:
-        meant = suggest(name, names())
+    if (point := find_extensions("commands").get(name)) is None:
+        meant = suggest(name, command_names())
         raise Refusal(
             "usage",
             what=f"there is no command {name!r}",
             where="farspan",
-            fact=f"commands: {', '.join(names())}",
+            fact=f"commands: {', '.join(command_names())}",
             remedy=" or ".join(command(likely, "--help") for likely in meant) or "farspan --help",
         )
     module: ModuleType = point.load()
     return module
 
 
-def overview() -> Parser:
+def build_overview_parser() -> Parser:
     """Build farspan's own parser: it knows each command's help line, not its arguments."""
     parser = Parser(prog="farspan", description=farspan.__doc__)
     parser.add_argument("--version", action="version", version=f"farspan {__version__}")
     parsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name in names():
+    for name in command_names():
         parsers.add_parser(name, help=help_line(name))
     return parser
 
@@ -175,7 +175,7 @@ def help_line(name: str) -> str:
     if name in own_names():
         module = f"farspan.cli.commands.{name}"
     else:
-        module = extensions("commands")[name].value
+        module = find_extensions("commands")[name].value
     spec = find_spec(module)
     assert spec is not None and spec.origin is not None
     with open(spec.origin, encoding="utf-8") as source:
@@ -183,8 +183,8 @@ def help_line(name: str) -> str:
     return str(ast.literal_eval(line.removeprefix("HELP = ")))
 
 
-def parser_of(name: str) -> Parser:
-    module = load(name)
+def build_command_parser(name: str) -> Parser:
+    module = load_command(name)
     parser = Parser(
         prog=f"farspan {name}",
         description=module.__doc__,
@@ -204,13 +204,13 @@ def main(arguments: list[str] | None = None) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler)
         if not words or words[0].startswith("-"):
-            parser = overview()
+            parser = build_overview_parser()
             parser.parse_args(words or ["--help"])
             parser.error("the command comes before its options")
         else:
-            given = parser_of(words[0]).parse_args(words[1:])
+            given = build_command_parser(words[0]).parse_args(words[1:])
             # Most commands return nothing.
-            return load(words[0]).run(given, console) or 0
+            return load_command(words[0]).run(given, console) or 0
     except BrokenPipeError:
         # Whoever read has gone: what Python still holds back for them must not fail at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

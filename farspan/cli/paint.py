@@ -35,17 +35,17 @@ INDENT = "  "
 UNBREAKABLE = "\N{NO-BREAK SPACE}"
 
 
-def width() -> int:
+def text_width() -> int:
     """Columns for tables and paragraphs."""
-    return max(NARROWEST, min(WIDEST, columns()))
+    return max(NARROWEST, min(WIDEST, terminal_columns()))
 
 
-def columns() -> int:
+def terminal_columns() -> int:
     """Columns of the terminal."""
     return shutil.get_terminal_size((WIDTH, 24)).columns
 
 
-def fold(text: str, columns: int) -> str:
+def fold_line(text: str, columns: int) -> str:
     """Break text into lines of a terminal, between its facts (` · `) and then between words; never
     between a number and its unit."""
     lines: list[str] = []
@@ -73,7 +73,7 @@ def fold(text: str, columns: int) -> str:
     return "\n".join(lines)
 
 
-def painter(*, json: bool) -> bool:
+def wants_colours(*, json: bool) -> bool:
     """Whether colours are wanted: there is a terminal, and no NO_COLOR (no-color.org)."""
     stream = sys.stderr if json else sys.stdout
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":

@@ -108,8 +108,8 @@ def write_export(plan: Plan, given: argparse.Namespace, console: Console) -> dic
     """Write the plan as another system's configuration; return what of it `--json` has."""
     from farspan.app import pricing
 
-    path, exported = pricing.export(plan, given.export, given.export_to)
-    console.say(f"\n{path}: {plan.technique} for {exported.version}")
+    path, exported = pricing.export_plan(plan, given.export, given.export_to)
+    console.write_line(f"\n{path}: {plan.technique} for {exported.version}")
     for note in exported.notes:
-        console.say(f"  {note}")
+        console.write_line(f"  {note}")
     return {**msgspec.to_builtins(exported), "file": str(path)}

@@ -7,42 +7,42 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from farspan.cli.console import Console
-from farspan.cli.paint import paint, painter, width
+from farspan.cli.paint import paint, text_width, wants_colours
 from farspan.domain.units import format_bytes, format_seconds, short_time
-from farspan.domain.words import joined
+from farspan.domain.words import join_words
 from farspan.planning.candidate import Candidate
 from farspan.planning.diff import PlanDifference
 from farspan.planning.ranking import (
     HEADS,
-    LEFT,
+    LEFT_ALIGNED,
     Ranking,
-    bounds,
-    called,
     candidate_cells,
+    candidate_name,
+    describe_question,
+    describe_verdict,
     devices_line,
     equal_loss_note,
-    question,
+    format_spending,
     refused_by_reason,
     short_number,
-    spent,
     step_shares,
-    verdict,
+    time_bounds_s,
 )
 from farspan.planning.why import HEADS as REASON_HEADS
-from farspan.planning.why import Why, choice, why
+from farspan.planning.why import Why, describe_choice, explain_choice
 from farspan.report.tables import table_lines
 
 if TYPE_CHECKING:
-    from farspan.report.plan_page import Told
+    from farspan.report.plan_page import PageText
     from farspan.report.plan_picture import Picture
     from farspan.report.plan_terminal import Line
 
 #: So many candidates are shown, and each technique's best, unless all are asked for.
-SHOWN = 8
+CANDIDATES_SHOWN = 8
 #: Assumptions below the table; `--why` has them all.
-ASSUMED = 3
+ASSUMPTIONS_SHOWN = 3
 #: HEADS where the terminal is narrow.
-NARROW = (
+NARROW_HEADS = (
     "#",
     "technique",
     "where",
@@ -58,10 +58,10 @@ LEGEND = (
     "step %: compute / exposed communication / waiting for other stages; minutes: "
     "predicted (interval)"
 )
-WHERE = HEADS.index("where")
+WHERE_COLUMN = HEADS.index("where")
 
 
-def say_ranking(
+def print_ranking(
     ranking: Ranking,
     console: Console,
     *,
@@ -69,30 +69,30 @@ def say_ranking(
     more: str = "farspan plan --all",
 ) -> None:
     """Print the question, the table, what is chosen and what that assumes."""
-    console.say(paragraph(question(ranking)))
-    console.say()
+    console.write_line(wrap_paragraph(describe_question(ranking)))
+    console.write_line()
     one_device = len(ranking.cluster.devices) == 1
     if everything or not one_device or ranking.chosen is None:
-        colours = painter(json=console.json)
-        for line in table(ranking, everything=everything, colours=colours, more=more):
-            console.say(line, painted=True)
-        console.say()
-    console.say(paragraph(choice(ranking)))
+        colours = wants_colours(json=console.json)
+        for line in ranking_table(ranking, everything=everything, colours=colours, more=more):
+            console.write_line(line, painted=True)
+        console.write_line()
+    console.write_line(wrap_paragraph(describe_choice(ranking)))
     if ranking.chosen is None:
         return
     if one_device:
-        console.say(
+        console.write_line(
             "The other techniques divide work between devices; --all lists why each has no plan "
             "for one."
         )
     known = ranking.candidates[ranking.chosen].estimate.assumptions
-    assumed = "; ".join(known[:ASSUMED])
-    if len(known) > ASSUMED:
-        assumed += f"; {len(known) - ASSUMED} more with --why"
-    console.say(paragraph(f"Assumes: {assumed}."))
+    assumed = "; ".join(known[:ASSUMPTIONS_SHOWN])
+    if len(known) > ASSUMPTIONS_SHOWN:
+        assumed += f"; {len(known) - ASSUMPTIONS_SHOWN} more with --why"
+    console.write_line(wrap_paragraph(f"Assumes: {assumed}."))
 
 
-def table(ranking: Ranking, *, everything: bool, colours: bool, more: str) -> list[str]:
+def ranking_table(ranking: Ranking, *, everything: bool, colours: bool, more: str) -> list[str]:
     """Return the candidates, a line each (two for a long part's name), and the number not shown."""
     candidates = ranking.candidates
     shown: list[int] = []
@@ -104,7 +104,7 @@ def table(ranking: Ranking, *, everything: bool, colours: bool, more: str) -> li
         # One device's time is what all the others are compared with.
         is_baseline = candidate.eligible and len(candidate.places) == 1 and not single_device_shown
         single_device_shown |= is_baseline
-        if everything or i < SHOWN or is_best or is_baseline:
+        if everything or i < CANDIDATES_SHOWN or is_best or is_baseline:
             shown.append(i)
 
     output = _align_rows(ranking, shown, colours) if shown else []
@@ -114,17 +114,17 @@ def table(ranking: Ranking, *, everything: bool, colours: bool, more: str) -> li
         if candidate.unchosen:
             notes.append(f"{i + 1} {candidate.technique} is not chosen: {candidate.unchosen}")
     hidden = len(candidates) - len(shown)
-    output += [paint(paragraph(note, indent=4), "soft", colours) for note in notes]
+    output += [paint(wrap_paragraph(note, indent=4), "soft", colours) for note in notes]
     if hidden:
         note = f"    {hidden} more, each behind its technique's best: {more}"
         output.append(paint(note, "soft", colours))
     if shown:
-        text = legend([candidates[i] for i in shown])
-        output.append(paint(paragraph(text, indent=4), "soft", colours))
+        text = table_legend([candidates[i] for i in shown])
+        output.append(paint(wrap_paragraph(text, indent=4), "soft", colours))
     return output + _refusal_paragraphs(ranking, colours)
 
 
-def legend(shown: Sequence[Candidate]) -> str:
+def table_legend(shown: Sequence[Candidate]) -> str:
     """Explain the table's figures; of plans whose tokens count for less, and of trials, only
     where there are any."""
     text = LEGEND
@@ -137,7 +137,7 @@ def legend(shown: Sequence[Candidate]) -> str:
         factors = [f"{name} {factor:.3g} x" for name, factor in sorted(token_factors.items())]
         text += (
             "; minutes and cost: to the loss of synchronous training, which takes "
-            f"{joined(factors)} the tokens"
+            f"{join_words(factors)} the tokens"
         )
     if any(candidate.trial is not None for candidate in shown):
         text += "; *: measured in a trial"
@@ -147,7 +147,7 @@ def legend(shown: Sequence[Candidate]) -> str:
 def _align_rows(ranking: Ranking, shown: Sequence[int], colours: bool) -> list[str]:
     """Return the table's lines; long cells shrink before the part's name does, which is wrapped."""
     heads = HEADS
-    right = [place for place, head in enumerate(HEADS) if head not in LEFT]
+    right = [place for place, head in enumerate(HEADS) if head not in LEFT_ALIGNED]
     rows: list[Sequence[str]] = []
     styles = []
     for i in shown:
@@ -155,16 +155,16 @@ def _align_rows(ranking: Ranking, shown: Sequence[int], colours: bool) -> list[s
         style = "" if ranking.candidates[i].eligible else "dim"
         styles.append("bold green" if i == ranking.chosen else style)
     columns = zip(HEADS, *rows, strict=True)
-    if sum(max(map(len, column)) + 1 for column in columns) > width() + 1:
-        heads = NARROW
+    if sum(max(map(len, column)) + 1 for column in columns) > text_width() + 1:
+        heads = NARROW_HEADS
         rows = [list(map(_shorten_cell, row)) for row in rows]
     return table_lines(
         heads,
         rows,
         right=right,
-        width=width(),
+        width=text_width(),
         gap=1,
-        wrap=(WHERE,),
+        wrap=(WHERE_COLUMN,),
         colours=colours,
         tints=styles,
     )
@@ -184,16 +184,16 @@ def _refusal_paragraphs(ranking: Ranking, colours: bool) -> list[str]:
     paragraphs = []
     for reason, alike in refused_by_reason(ranking).items():
         techniques = ", ".join(refused.technique for refused in alike)
-        text = f"{techniques}: {verdict(ranking, alike[0])}: {reason}"
-        paragraphs.append(paint(paragraph(text, indent=4), "soft", colours))
+        text = f"{techniques}: {describe_verdict(ranking, alike[0])}: {reason}"
+        paragraphs.append(paint(wrap_paragraph(text, indent=4), "soft", colours))
     return paragraphs
 
 
-def told(ranking: Ranking, index: int | None) -> Told:
+def page_text(ranking: Ranking, index: int | None) -> PageText:
     """Return the text around the pictures of the candidate at `index` on the page."""
-    from farspan.report.plan_page import Told
+    from farspan.report.plan_page import PageText
 
-    reasons = why(ranking)
+    reasons = explain_choice(ranking)
     parts = (
         ("Why", tuple(map(str, reasons.against))),
         ("What is left out", tuple(map(str, reasons.left_out))),
@@ -203,14 +203,14 @@ def told(ranking: Ranking, index: int | None) -> Told:
     tiles: tuple[tuple[str, str, str], ...] = ()
     if index is not None:
         candidate = ranking.candidates[index]
-        title = called(candidate)
+        title = candidate_name(candidate)
         tiles = _figure_tiles(ranking, candidate)
     instead = "" if index == ranking.chosen else "Another is chosen: "
     rows = [tuple(candidate_cells(ranking, i)) for i in range(len(ranking.candidates))]
     refused = _refusal_paragraphs(ranking, colours=False)
-    return Told(
+    return PageText(
         title=title,
-        question=question(ranking),
+        question=describe_question(ranking),
         choice=instead + reasons.choice,
         tiles=tiles,
         heads=HEADS,
@@ -224,7 +224,7 @@ def told(ranking: Ranking, index: int | None) -> Told:
 def _figure_tiles(ranking: Ranking, candidate: Candidate) -> tuple[tuple[str, str, str], ...]:
     priced = candidate.estimate
     time = format_seconds(candidate.time_s)
-    low, high = map(format_seconds, bounds(candidate))
+    low, high = map(format_seconds, time_bounds_s(candidate))
     interval = f"{low} to {high}{equal_loss_note(candidate)}"
     shares = f"compute / communication / waiting {step_shares(candidate)} %"
     speed = f"{priced.tflops_per_device:.3g} TFLOP/s a device"
@@ -239,81 +239,81 @@ def _figure_tiles(ranking: Ranking, candidate: Candidate) -> tuple[tuple[str, st
         ("Step", short_time(priced.step_s), shares),
         ("Tokens a second", f"{priced.tokens_per_s:,.0f}", speed),
         ("Memory", format_bytes(priced.memory_bytes), "of the fullest device"),
-        ("Money", spent(candidate), energy),
-        ("Verdict", verdict(ranking, candidate), devices),
+        ("Money", format_spending(candidate), energy),
+        ("Verdict", describe_verdict(ranking, candidate), devices),
     )
     return tiles
 
 
-def say_picture(shown: Picture, candidate: Candidate, console: Console) -> None:
+def print_picture(shown: Picture, candidate: Candidate, console: Console) -> None:
     """Print a candidate's plan on the cluster, a step in time, and memory."""
     from farspan.report.plan_terminal import show
 
-    console.say(f"\n{called(candidate)}:")
-    say_drawing(show(shown, width()), console)
+    console.write_line(f"\n{candidate_name(candidate)}:")
+    print_drawing(show(shown, text_width()), console)
 
 
-def say_drawing(lines: Iterable[Line], console: Console) -> None:
+def print_drawing(lines: Iterable[Line], console: Console) -> None:
     """Print lines of a picture in their tints."""
-    colours = painter(json=console.json)
+    colours = wants_colours(json=console.json)
     for line in lines:
         painted = [paint(piece, tint, colours) for piece, tint in line]
-        console.say("".join(painted).rstrip(), painted=True)
+        console.write_line("".join(painted).rstrip(), painted=True)
 
 
-def say_why(reasons: Why, console: Console) -> None:
+def print_reasons(reasons: Why, console: Console) -> None:
     """Print the reasons as a table under each heading, a name that is repeated once."""
     parts = (
         ("Against the others: compute, exposed communication, waiting a step", reasons.against),
         ("What is left out", reasons.left_out),
         ("What is not known", reasons.unknown),
     )
-    colours = painter(json=console.json)
+    colours = wants_colours(json=console.json)
     for heading, rows in parts:
         if not rows:
             continue
-        console.say(f"\n{paint(heading, 'strong', colours)}", painted=True)
+        console.write_line(f"\n{paint(heading, 'strong', colours)}", painted=True)
         heads: tuple[str, ...] = REASON_HEADS
         cells: Sequence[Sequence[str]] = rows
         if not any(row.time for row in rows):
             heads = ("", "")
             cells = [(row.plan, row.facts) for row in rows]
-        for line in table_lines(heads, cells, width=width(), gap=1, colours=colours):
-            console.say(line, painted=True)
+        for line in table_lines(heads, cells, width=text_width(), gap=1, colours=colours):
+            console.write_line(line, painted=True)
 
 
-def say_difference(difference: PlanDifference, console: Console) -> None:
+def print_difference(difference: PlanDifference, console: Console) -> None:
     """Print two plans side by side: what is configured differently, then what that gives."""
     a, b = difference.names
     heads = ("", f"A: {a}", f"B: {b}", "B / A")
     if difference.configuration:
         rows = [(row.what, row.a, row.b, "") for row in difference.configuration]
         _print_columns(heads, rows, console)
-        console.say()
+        console.write_line()
     else:
-        console.say("the two plans are configured alike")
+        console.write_line("the two plans are configured alike")
     figures = []
     for row in difference.figures:
         ratio = "" if row.ratio is None else f"{row.ratio:.3g}"
         figures.append((row.what, row.a, row.b, ratio))
     _print_columns(heads, figures, console)
     if difference.same:
-        console.say()
-        console.say(paragraph(f"The same in both: {', '.join(difference.same)}."))
+        console.write_line()
+        console.write_line(wrap_paragraph(f"The same in both: {', '.join(difference.same)}."))
 
 
 def _print_columns(heads: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
-    colours = painter(json=console.json)
-    for line in table_lines(heads, rows, right=(3,), width=width(), colours=colours):
-        console.say(line, painted=True)
+    colours = wants_colours(json=console.json)
+    for line in table_lines(heads, rows, right=(3,), width=text_width(), colours=colours):
+        console.write_line(line, painted=True)
 
 
-def paragraph(text: str, *, indent: int = 0, hang: int = 0) -> str:
+def wrap_paragraph(text: str, *, indent: int = 0, hang: int = 0) -> str:
     """Wrap text into lines of the terminal's width."""
     hanging = " " * (indent + hang)
     return textwrap.fill(
         text,
-        width(),
+        text_width(),
         initial_indent=" " * indent,
         subsequent_indent=hanging,
         break_on_hyphens=False,

@@ -22,52 +22,52 @@ def check_names(given: argparse.Namespace) -> None:
     """Refuse names of candidates that cannot be, before anything is priced."""
     from farspan import techniques
 
-    known = techniques.names()
+    known = techniques.technique_names()
     allowed = {*known, "chosen"}
     for name in (*(given.diff or ()), given.pick):
         if not _is_file(name) and not name.isdigit() and name not in allowed:
             raise _refuse_name(name, known)
 
 
-def say_views(given: argparse.Namespace, ranking: Ranking, console: Console) -> dict[str, Any]:
+def print_views(given: argparse.Namespace, ranking: Ranking, console: Console) -> dict[str, Any]:
     """Show what was asked for; return what of it `--json` has besides the candidates."""
     from farspan.cli import plan_table
-    from farspan.planning.why import why
+    from farspan.planning.why import explain_choice
 
     answer: dict[str, Any] = {}
-    plan_table.say_ranking(ranking, console, everything=given.all, more="add --all")
+    plan_table.print_ranking(ranking, console, everything=given.all, more="add --all")
     if given.why:
-        reasons = why(ranking)
+        reasons = explain_choice(ranking)
         answer["why"] = reasons.as_json()
-        plan_table.say_why(reasons, console)
+        plan_table.print_reasons(reasons, console)
     if given.diff:
-        from farspan.planning.diff import difference
+        from farspan.planning.diff import compare_plans
 
         a, b = (_plan_side(name, ranking) for name in given.diff)
-        answer["diff"] = difference(a, b, ranking.cluster)
-        console.say()
-        plan_table.say_difference(answer["diff"], console)
+        answer["diff"] = compare_plans(a, b, ranking.cluster)
+        console.write_line()
+        plan_table.print_difference(answer["diff"], console)
     if not (given.show or given.html or given.out):
         return answer
     index = _find_candidate(given.pick, ranking)
     if given.show and index is not None:
         candidate = ranking.candidates[index]
         picture = _draw_candidate(candidate, ranking)
-        plan_table.say_picture(picture, candidate, console)
+        plan_table.print_picture(picture, candidate, console)
     if given.html:
         from farspan.report.plan_page import write_plan_page
 
         drawn = None
         if index is not None:
             drawn = _draw_candidate(ranking.candidates[index], ranking)
-        write_plan_page(drawn, plan_table.told(ranking, index), given.html)
-        console.say(f"\nthe page is {given.html}")
+        write_plan_page(drawn, plan_table.page_text(ranking, index), given.html)
+        console.write_line(f"\nthe page is {given.html}")
     if given.out and index is not None:
         from farspan.app.plans import write_plan
 
         plan = ranking.candidates[index].plan
         write_plan(plan, ranking.cluster, Path(given.out))
-        console.say(f"\nthe plan is in {given.out}")
+        console.write_line(f"\nthe plan is in {given.out}")
     return answer
 
 
@@ -96,10 +96,10 @@ def _plan_side(name: str, ranking: Ranking) -> PlanSide:
     """Price a candidate, or the plan in a file."""
     from farspan import models
     from farspan.app.plans import check_cluster, read_plan
-    from farspan.domain.engine import engine
+    from farspan.domain.engine import load_engine
     from farspan.estimate.price import estimate
     from farspan.planning.diff import PlanSide
-    from farspan.planning.ranking import called
+    from farspan.planning.ranking import candidate_name
 
     if _is_file(name):
         path = Path(name)
@@ -107,7 +107,7 @@ def _plan_side(name: str, ranking: Ranking) -> PlanSide:
         cluster = ranking.cluster
         check_cluster(plan, cluster, path, "give --cluster the one that the plan was made for")
         graph = models.graph(plan.model)
-        priced = estimate(plan, graph, cluster, engine(plan.engine))
+        priced = estimate(plan, graph, cluster, load_engine(plan.engine))
         return PlanSide(name=f"{plan.technique} in {path.name}", plan=plan, estimate=priced)
     index = _find_candidate(name, ranking)
     if index is None:
@@ -120,7 +120,7 @@ def _plan_side(name: str, ranking: Ranking) -> PlanSide:
         )
     candidate = ranking.candidates[index]
     return PlanSide(
-        name=called(candidate),
+        name=candidate_name(candidate),
         plan=candidate.plan,
         estimate=candidate.estimate,
         queue_s=candidate.queue_s,

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from farspan.cli.display import DisplayConsole
-from farspan.cli.paint import FACT, fold
-from farspan.cli.status_text import roughly
+from farspan.cli.paint import FACT, fold_line
+from farspan.cli.status_text import format_largest_unit
 from farspan.domain.escapes import escape_controls
 from farspan.domain.forecast import Forecast
 from farspan.domain.model import train_flops_per_token
@@ -32,17 +32,17 @@ from farspan.domain.results import (
 from farspan.domain.units import counted, format_bytes, format_count, format_seconds
 from farspan.estimate.forecast import revised
 from farspan.report.endings import ending
-from farspan.report.losses import told
+from farspan.report.losses import format_validation
 from farspan.report.so_far import SoFar
 
 #: Seconds between two plain lines.
-LINE_S = 10.0
+LINE_INTERVAL_S = 10.0
 #: A terminal keeps one validation for each such share of a run: they fill a third of 24 rows.
 KEPT_SHARE = 1 / 8
 #: Columns of the bar, and facts that come before it where there is little room.
-LEAST_BAR = 6
-MOST_BAR = 20
-BEFORE_BAR = 2
+MIN_BAR_COLUMNS = 6
+MAX_BAR_COLUMNS = 20
+FACTS_BEFORE_BAR = 2
 
 
 class TrainingDisplay:
@@ -97,7 +97,7 @@ class TrainingDisplay:
                 lost = f"{counted(event.lost, 'step')} lost"
                 self._print_line(f"recovered after {down}: {event.fault.what} · {lost}")
             case Step():
-                if self._live is None and self._clock() - self._line_at >= LINE_S:
+                if self._live is None and self._clock() - self._line_at >= LINE_INTERVAL_S:
                     self._line_at = self._clock()
                     place = self._so_far.place
                     if self._so_far.total is None:
@@ -126,8 +126,9 @@ class TrainingDisplay:
         """
         best = f"{FACT}best so far" if event.best else ""
         if self._live is None:
-            loss = f"validation loss {told(event)} · {event.bits_per_byte:.3f} bits a byte"
-            self._print_line(f"step {event.step:,} · {loss}{best}")
+            loss = f"validation loss {format_validation(event)}"
+            bits = f"{event.bits_per_byte:.3f} bits a byte"
+            self._print_line(f"step {event.step:,} · {loss} · {bits}{best}")
             return
         share = self._so_far.share
         last = event.sample_loss is not None or share >= 1
@@ -144,7 +145,7 @@ class TrainingDisplay:
         # here too, because Text drops some control characters without a trace.
         line = escape_controls(line)
         if self._console.is_terminal or self._console.file.isatty():
-            line = fold(line, self._console.width)
+            line = fold_line(line, self._console.width)
         self._console.print(Text(line, style=style), soft_wrap=not self._console.is_terminal)
 
     def _line_facts(self) -> list[str]:
@@ -196,14 +197,14 @@ class TrainingDisplay:
         last = so_far.recent[-1]
         tokens_per_s = so_far.tokens_per_s
         validated = so_far.validated
-        facts = [f"loss {last.loss:.3f}", f"ETA {roughly(so_far.left_s())}"]
+        facts = [f"loss {last.loss:.3f}", f"ETA {format_largest_unit(so_far.left_s())}"]
         if validated is not None:
             facts.append(f"val {validated.loss:.3f}")
         facts.append(f"{format_count(tokens_per_s)} tok/s")
         saved = "not saved"
         if so_far.saved is not None:
             ago_s = max(0.0, self._clock() - so_far.saved.at)
-            saved = f"saved {roughly(ago_s)} ago"
+            saved = f"saved {format_largest_unit(ago_s)} ago"
         facts.append(saved)
         if validated is not None and (end := self._predict_end(validated)) is not None:
             facts.append(f"{end:.2f} expected")
@@ -223,11 +224,11 @@ class ProgressLine:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         columns = options.max_width
         # Of one width while the facts after it change theirs.
-        bar = max(LEAST_BAR, min(MOST_BAR, columns // 10))
+        bar = max(MIN_BAR_COLUMNS, min(MAX_BAR_COLUMNS, columns // 10))
         text = self._head
         for place, fact in enumerate(self._facts):
             longer = f"{text}{FACT}{fact}"
-            kept = 0 if place < BEFORE_BAR else bar + 1
+            kept = 0 if place < FACTS_BEFORE_BAR else bar + 1
             if len(longer) + kept > columns:
                 break
             text = longer

@@ -6,9 +6,9 @@ from farspan.app.reporting import Report
 from farspan.cli.console import Console
 
 
-def say_result(report: Report, console: Console) -> None:
+def print_result(report: Report, console: Console) -> None:
     """Print the summary of a run, and where to look next."""
-    from farspan.report.text import summary
+    from farspan.report.text import run_summary
 
-    console.say_facts(summary(report.run, report.compared))
-    console.say(f"report: {report.page}")
+    console.write_facts(run_summary(report.run, report.compared))
+    console.write_line(f"report: {report.page}")

@@ -10,7 +10,7 @@ from farspan.app.updates import Chosen, Ended, Faulted, Note, Ranked, Training, 
 from farspan.cli.console import Console
 from farspan.cli.display import DisplayConsole
 from farspan.cli.index_progress import IndexProgress
-from farspan.cli.plan_table import paragraph, say_ranking
+from farspan.cli.plan_table import print_ranking, wrap_paragraph
 from farspan.cli.progress import TrainingDisplay
 from farspan.domain.results import Event
 
@@ -30,21 +30,21 @@ class Show:
         self._end_display()
 
     def __call__(self, update: object) -> None:
-        say = self._console.say
+        say = self._console.write_line
         match update:
             case Note() | Faulted():
                 say(update.text)
             case Ranked():
-                say_ranking(update.ranking, self._console)
+                print_ranking(update.ranking, self._console)
                 say()
             case Tried():
-                self._console.say_facts(str(update))
+                self._console.write_facts(str(update))
             case Chosen():
-                say(paragraph(str(update)))
+                say(wrap_paragraph(str(update)))
             case Planned():
-                self._console.say_facts(str(update))
+                self._console.write_facts(str(update))
                 for warning in update.resolved.warnings:
-                    self._console.say_facts(f"warning: {warning}")
+                    self._console.write_facts(f"warning: {warning}")
             case Training():
                 display = self._display_console()
                 self._live = TrainingDisplay(update.plan, display, time.time, update.forecast)

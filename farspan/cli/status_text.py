@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from farspan.app.jobs import Status
-from farspan.cli.paint import painter, width
+from farspan.cli.paint import text_width, wants_colours
 from farspan.domain.problems import command
 from farspan.domain.units import format_seconds
 from farspan.report.endings import ending
@@ -17,21 +17,21 @@ HEADS = ("run", "state", "step", "done", "loss", "tokens/s", "saved", "left")
 TINTS = {"running": "bold green", "failed": "red", "lost": "red"}
 
 
-def listed(statuses: Sequence[Status], *, json: bool) -> list[str]:
+def list_runs(statuses: Sequence[Status], *, json: bool) -> list[str]:
     """List a line a run. `saved` is how long ago the newest checkpoint was written."""
     rows = []
     for status in statuses:
         row = [status.run, _state_text(status), f"{status.step:,}", f"{status.share:.0%}"]
         row.append(_format_known(status.loss, "{:.3f}".format))
         row.append(_format_known(status.tokens_per_s, "{:,.0f}".format))
-        row.append(_format_known(status.saved_s, roughly))
-        row.append(_format_known(status.left_s, roughly))
+        row.append(_format_known(status.saved_s, format_largest_unit))
+        row.append(_format_known(status.left_s, format_largest_unit))
         rows.append(row)
     right = range(2, len(HEADS))
     tints = [TINTS.get(status.state, "") for status in statuses]
-    colours = painter(json=json)
+    colours = wants_colours(json=json)
     return table_lines(
-        HEADS, rows, right=right, width=width(), wrap=(0, 1), colours=colours, tints=tints
+        HEADS, rows, right=right, width=text_width(), wrap=(0, 1), colours=colours, tints=tints
     )
 
 
@@ -59,7 +59,7 @@ def _state_text(status: Status) -> str:
     return status.state
 
 
-def detailed(status: Status, now: float) -> Iterator[str]:
+def describe_run(status: Status, now: float) -> Iterator[str]:
     """Yield lines on one run: how it stands, how far it is, and what to do next."""
     yield f"{status.run}: {_state_sentence(status, now)}"
     for name, fact in _status_facts(status):
@@ -120,7 +120,7 @@ def _format_ago(seconds: float) -> str:
     return f"{format_seconds(seconds)} ago" if seconds >= 1 else "just now"
 
 
-def roughly(seconds: float) -> str:
+def format_largest_unit(seconds: float) -> str:
     """Format a time in its largest unit: `45 s`, `12 min`, `3 h`, `2 days`."""
     if seconds >= 2 * 86400:
         return f"{seconds / 86400:.0f} days"
@@ -129,7 +129,7 @@ def roughly(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds >= 60 else f"{seconds:.0f} s"
 
 
-def outcome(status: Status) -> str:
+def describe_stop(status: Status) -> str:
     """Describe what a run that was stopped came to, and what of it is kept."""
     kept = "nothing is saved"
     if status.saved_step == status.step:

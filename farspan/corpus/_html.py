@@ -7,7 +7,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from farspan.corpus._markup import read_markup
-from farspan.corpus.documents import unix
+from farspan.corpus.documents import normalize_line_ends
 from farspan.corpus.outline import MAX_HEADING_CHARS, MAX_UNDERLINED_CHARS
 from farspan.domain.corpus import Heading
 
@@ -211,7 +211,7 @@ def _join_pieces(
     text = "".join(pieces)
     if "\r" in text or "\0" in text:
         # A page may write them as `&#13;`.
-        pieces = list(map(unix, pieces))
+        pieces = list(map(normalize_line_ends, pieces))
         text = "".join(pieces)
     numbers: list[int] = []
     number = copied = 0

@@ -22,7 +22,7 @@ _AWAY = (500, 502, 503, 504)
 
 
 @contextmanager
-def hub() -> Iterator[str | None]:
+def use_cache_if_unreachable() -> Iterator[str | None]:
     """Let the hub's libraries use only their cache within, if the hub cannot be reached.
 
     Yields why it cannot, or None. HF_ENDPOINT is the hub's address; HF_HUB_OFFLINE forbids asking

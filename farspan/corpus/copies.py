@@ -55,7 +55,7 @@ class Text(NamedTuple):
     copies: Copies
 
 
-def distinct(
+def distinct_texts(
     documents: Iterable[Document],
     clusters: Sequence[int],
     *,
@@ -102,4 +102,4 @@ def read_distinct(prepared: Path, manifest: CorpusManifest, fingerprint: str) ->
     documents += read_copies(prepared)
     clusters = np.load(prepared / CLUSTERS).tolist()
     train = manifest.train.documents
-    return distinct(documents, clusters, train=train, kept=kept, fingerprint=fingerprint)
+    return distinct_texts(documents, clusters, train=train, kept=kept, fingerprint=fingerprint)

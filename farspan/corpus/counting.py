@@ -17,7 +17,7 @@ Tokens = npt.NDArray[Any]
 Probabilities = npt.NDArray[np.float64]
 
 #: Tokens counted at most (a few seconds), and validation tokens that are predicted.
-MOST_TOKENS = 1 << 21
+MAX_TOKENS = 1 << 21
 VAL_TOKENS = 1 << 16
 #: Text is drawn in pieces of so many tokens, in an order of this seed: the first of a file say
 #: little of the rest.
@@ -25,21 +25,23 @@ PIECE = 256
 SEED = 0
 #: Steps of expectation and maximization to the shares of the three predictions (`mixed_nats`): they
 #: stand by then.
-ROUNDS = 20
+EM_ROUNDS = 20
 #: Pieces that are compared with themselves at once: 64 KiB each.
-AT_ONCE = 32
+PIECES_AT_ONCE = 32
 #: What every count is discounted by, as usual (Chen and Goodman 1999, section 2.8).
 DISCOUNT = 0.75
 #: Tokens in a row. Two are what a model learns first; what texts of one kind repeat, such as
 #: licences and synopses, is longer.
-FEW = 2
-MANY = 6
+SHORT_ORDER = 2
+LONG_ORDER = 6
 
 
-def counted(train: Tokens, val: Tokens, vocab_size: int, tokens: float) -> tuple[Counted, ...]:
+def measure_counts(
+    train: Tokens, val: Tokens, vocab_size: int, tokens: float
+) -> tuple[Counted, ...]:
     """Measure how well counts over a sixteenth, a quarter and all of at most `tokens` tokens of
     `train` predict `val`."""
-    pieces = _draw_pieces(train, min(tokens, MOST_TOKENS))
+    pieces = _draw_pieces(train, min(tokens, MAX_TOKENS))
     held_out = _draw_pieces(val, VAL_TOKENS)
     if not (len(pieces) and len(held_out)):
         return ()
@@ -48,8 +50,8 @@ def counted(train: Tokens, val: Tokens, vocab_size: int, tokens: float) -> tuple
     measured = []
     for size in sorted({max(1, len(pieces) // part) for part in (16, 4, 1)}):
         counted_text = pieces[:size].ravel()
-        few = ngram_probabilities(counted_text, val, vocab_size, FEW)
-        many = ngram_probabilities(counted_text, val, vocab_size, MANY)
+        few = ngram_probabilities(counted_text, val, vocab_size, SHORT_ORDER)
+        many = ngram_probabilities(counted_text, val, vocab_size, LONG_ORDER)
         counts = Counted(
             tokens=float(size * PIECE),
             few=-float(np.mean(np.log(few))),
@@ -136,8 +138,8 @@ def cache_probabilities(pieces: Tokens) -> tuple[Probabilities, Probabilities]:
     pair = np.zeros(pieces.shape)
     earlier = np.tril(np.ones((PIECE, PIECE), bool), -1)
     num_earlier = np.maximum(1, np.arange(PIECE))
-    for start in range(0, len(pieces), AT_ONCE):
-        rows = slice(start, start + AT_ONCE)
+    for start in range(0, len(pieces), PIECES_AT_ONCE):
+        rows = slice(start, start + PIECES_AT_ONCE)
         part = pieces[rows]
         same = (part[:, :, None] == part[:, None, :]) & earlier
         single[rows] = same.sum(2) / num_earlier
@@ -151,7 +153,7 @@ def mixed_nats(counts: Probabilities, cached: tuple[Probabilities, Probabilities
     """Return the cross-entropy under the mixture of the three that predicts best, nats a token."""
     every = np.stack([counts, *cached])
     shares = np.full(3, 1 / 3)
-    for _ in range(ROUNDS):
+    for _ in range(EM_ROUNDS):
         own = shares[:, None] * every
         shares = (own / own.sum(0)).mean(1)
     return -float(np.mean(np.log(shares @ every)))

@@ -23,17 +23,17 @@ from farspan.domain.own_files import open_own
 THRESHOLD = 0.8
 #: (1 - 0.8^5)^28 = 2e-5 pairs of Jaccard 0.8 share no band.
 BANDS = 28
-ROWS = 5
+ROWS_PER_BAND = 5
 SHINGLE_WORDS = 3
 #: Of longer documents the smallest hashes are kept: an unbiased Jaccard estimate within 0.006.
 MAX_SHINGLES = 4096
 #: In a bucket each document is compared with this many next larger ones, so that templates stay
 #: affordable.
-WINDOW = 32
+BUCKET_WINDOW = 32
 
 # A word, or one character of a script written without spaces.
 _WORD = re.compile(r"[\u3040-\u9fff\uac00-\ud7a3]|[^\W\u3040-\u9fff\uac00-\ud7a3]+")
-_RANDOM_BYTES = hashlib.shake_128(b"farspan minhash").digest(8 * BANDS * ROWS)
+_RANDOM_BYTES = hashlib.shake_128(b"farspan minhash").digest(8 * BANDS * ROWS_PER_BAND)
 _SEEDS = np.frombuffer(_RANDOM_BYTES, "<u4").reshape(2, -1)
 _PRIMES = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], np.uint64)
 
@@ -46,7 +46,7 @@ def text_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def shingles(text: str) -> U32:
+def shingle_hashes(text: str) -> U32:
     """Return the sorted distinct hashes of the text's word triples, lower case; of a text of fewer
     words, of all its words."""
     words = _WORD.findall(text.lower()) or [text]
@@ -80,7 +80,7 @@ def sign(stem: Path) -> None:
     documents' shingles one after the other (.shingles), and where each ends (.ends.npy)."""
     documents = read_lines(stem.with_suffix(".docs"))
     texts = [document.text for document in documents]
-    sets = [shingles(text) for text in texts]
+    sets = [shingle_hashes(text) for text in texts]
     hashes = np.array([text_hash(text) for text in texts], np.uint64)
     kept = [s[:MAX_SHINGLES] for s in sets]
     ends = np.cumsum([len(s) for s in kept], dtype=np.uint32)
@@ -97,7 +97,7 @@ def _hash_bands(sets: list[U32]) -> U64:
     starts = np.cumsum([0, *map(len, sets[:-1])])
     bands = np.zeros((BANDS, len(sets)), np.uint64)
     for place, (flip, scale) in enumerate(_SEEDS.T):
-        band = bands[place // ROWS]
+        band = bands[place // ROWS_PER_BAND]
         permuted = (block ^ flip) * (scale | np.uint32(1))
         band ^= np.minimum.reduceat(permuted, starts)
         band *= _PRIMES[0]
@@ -132,7 +132,7 @@ class Shards:
         return np.fromfile(file, np.uint32, size, offset=4 * start)
 
 
-def clusters(shards: Shards) -> npt.NDArray[np.int64]:
+def find_clusters(shards: Shards) -> npt.NDArray[np.int64]:
     """Return for each document the first of its cluster of exact and near duplicates (itself if it
     has none)."""
     parent = np.arange(len(shards.sizes))
@@ -170,7 +170,7 @@ def _merge_bucket(
     members = bucket[by_size].tolist()
     for place, member in enumerate(members):
         mine = shards.shingles(member)
-        for other in members[place + 1 : place + 1 + WINDOW]:
+        for other in members[place + 1 : place + 1 + BUCKET_WINDOW]:
             if len(mine) < THRESHOLD * shards.sizes[other]:
                 break
             low, high = sorted((_find_root(parent, member), _find_root(parent, other)))

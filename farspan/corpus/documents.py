@@ -14,7 +14,7 @@ import numpy.typing as npt
 import zstandard
 
 from farspan.corpus.outline import Sections
-from farspan.domain.corpus import Document, encodable
+from farspan.domain.corpus import Document, make_encodable
 from farspan.domain.own_files import open_own
 
 #: Longer documents are cut in parts: memory stays flat, and one big file still has a train and a
@@ -30,18 +30,18 @@ MAX_TITLE_CHARS = 1000
 _OUTER = "\ufeff \t\n\v\f"
 
 
-def clean(text: str) -> str:
+def clean_text(text: str) -> str:
     """Return text that UTF-8 can hold, with Unix line ends, without byte-order mark, NUL or outer
     blank space."""
-    return unix(text).strip(_OUTER)
+    return normalize_line_ends(text).strip(_OUTER)
 
 
-def unix(text: str) -> str:
+def normalize_line_ends(text: str) -> str:
     """Return text that UTF-8 can hold, with Unix line ends and without NUL."""
-    return encodable(text).replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
+    return make_encodable(text).replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
 
 
-def parts(blocks: Iterable[str]) -> Iterator[str]:
+def split_parts(blocks: Iterable[str]) -> Iterator[str]:
     """Split a stream of text in parts of at most PART_CHARS, cut at a paragraph, a line or a
     space."""
     waiting = ""
@@ -61,18 +61,18 @@ def parts(blocks: Iterable[str]) -> Iterator[str]:
     yield waiting
 
 
-def numbered(title: str, number: int) -> str:
+def part_title(title: str, number: int) -> str:
     """Return the title of part `number`, from 1, of a document."""
     return title if number == 1 else f"{title} (part {number})"
 
 
-def cut(document: Document) -> Iterator[Document]:
+def cut_document(document: Document) -> Iterator[Document]:
     """Clean a document and cut it in parts that are not blank, each with the line and page it
     begins on, and the headings in it and above it."""
-    title = " ".join(clean(document.title).split())[:MAX_TITLE_CHARS]
-    origin = encodable(document.origin)
-    metadata = {clean(key): clean(value) for key, value in document.metadata.items()}
-    whole = unix(document.text).rstrip(_OUTER)
+    title = " ".join(clean_text(document.title).split())[:MAX_TITLE_CHARS]
+    origin = make_encodable(document.origin)
+    metadata = {clean_text(key): clean_text(value) for key, value in document.metadata.items()}
+    whole = normalize_line_ends(document.text).rstrip(_OUTER)
     line = document.line
     page = document.page
     text = whole.lstrip(_OUTER)
@@ -80,17 +80,17 @@ def cut(document: Document) -> Iterator[Document]:
     # Blank space between the part before and this one.
     blank = whole[:at]
     sections = Sections(document.headings or ())
-    for number, part in enumerate(parts([text]), 1):
+    for number, part in enumerate(split_parts([text]), 1):
         skipped = len(part) - len(part.lstrip("\n"))
         blank += part[:skipped]
         headings = sections.take(at + skipped, at + len(part))
         at += len(part)
         line, page = _place_after(blank, line, page)
-        # Some blank space, such as U+3000, is not what `clean` takes away; a part of nothing else
+        # Some blank space, such as U+3000, is not what `clean_text` takes away; a part of nothing else
         # is left out.
         if part.strip():
             yield Document(
-                title=numbered(title, number),
+                title=part_title(title, number),
                 text=part.strip("\n"),
                 origin=origin,
                 metadata=metadata,
@@ -110,7 +110,7 @@ def _place_after(text: str, line: int, page: int) -> tuple[int, int]:
     return line, page
 
 
-def divide(document: Document, at: int) -> tuple[Document, Document]:
+def divide_document(document: Document, at: int) -> tuple[Document, Document]:
     """Cut a document in two at a character that neither side is blank around; the second part has
     a title of its own, and the line and page that it begins on."""
     head = document.text[:at].rstrip(_OUTER)

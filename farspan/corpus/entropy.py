@@ -28,7 +28,7 @@ _LARGE_BLOCK = 1 << 20
 _PRIOR_COUNTS = (3, 10, 30, 100, 300, 1000, 3000)
 
 
-def entropies(train: Tokens, val: Tokens, vocab_size: int) -> tuple[float, float]:
+def ngram_entropies(train: Tokens, val: Tokens, vocab_size: int) -> tuple[float, float]:
     """Return the (unigram, bigram) cross-entropy of `val` under the counts of `train`, in nats a
     token: of all of it where it has EXACT_TOKENS at most.
 
@@ -42,10 +42,10 @@ def entropies(train: Tokens, val: Tokens, vocab_size: int) -> tuple[float, float
     return _cross_entropies(blocks, pairs, np.concatenate(held_out), vocab_size)
 
 
-def entropies_of(
+def ngram_entropies_of(
     train: Tokens, contexts: Array, targets: Array, vocab_size: int
 ) -> tuple[float, float]:
-    """Return `entropies` of these tokens (n,) alone, each after its context (n,)."""
+    """Return `ngram_entropies` of these tokens (n,) alone, each after its context (n,)."""
     pairs = contexts.astype(np.int64) * vocab_size + targets
     return _cross_entropies(
         _spread_blocks(train, _FEW_TRAIN_TOKENS, _LARGE_BLOCK), pairs, targets, vocab_size

@@ -23,7 +23,7 @@ from farspan.corpus.processes import (
     start_beside,
 )
 from farspan.corpus.reading import UnreadableFile, first_words
-from farspan.domain.corpus import Document, Skipped, encodable
+from farspan.domain.corpus import Document, Skipped, make_encodable
 
 #: Gives the documents of a file; None says that it goes on, as between pages.
 Reader = Callable[[Path], Iterator[Document | Skipped | None]]
@@ -120,12 +120,12 @@ def _serve_requests(channel: Channel, memory_bytes: int, cpu_s: int) -> None:
             reader = getattr(importlib.import_module(request.module), request.reader)
             _send_documents(channel, reader, Path(os.fsdecode(request.file)), cpu_s)
         except UnreadableFile as error:
-            end = _Batch(ended=True, reason=error.reason, detail=encodable(error.detail))
+            end = _Batch(ended=True, reason=error.reason, detail=make_encodable(error.detail))
         except MemoryError:
             reason = f"takes more than {memory_bytes >> 20} MiB of memory"
             end = _Batch(ended=True, reason=reason)
         except Exception as error:  # Readers of damaged files raise anything.
-            detail = encodable(first_words(error))
+            detail = make_encodable(first_words(error))
             end = _Batch(ended=True, reason="damaged", detail=detail)
         channel.send(msgspec.msgpack.encode(end))
 
@@ -140,8 +140,8 @@ def _send_documents(channel: Channel, reader: Reader, file: Path, cpu_s: int) ->
             batch.documents.append(_make_encodable(item))
             chars += len(item.text)
         elif item is not None:
-            path = encodable(item.path or "")
-            detail = encodable(item.detail)
+            path = make_encodable(item.path or "")
+            detail = make_encodable(item.detail)
             batch.skipped.append(msgspec.structs.replace(item, path=path, detail=detail))
             chars += len(detail)
         if chars > _BATCH_CHARS or len(batch.skipped) > _BATCH_ROWS:
@@ -154,11 +154,13 @@ def _send_documents(channel: Channel, reader: Reader, file: Path, cpu_s: int) ->
 def _make_encodable(document: Document) -> Document:
     """Replace halves of surrogate pairs, which UTF-8 cannot hold, so that a document can be
     sent."""
-    metadata = {encodable(key): encodable(value) for key, value in document.metadata.items()}
+    metadata = {
+        make_encodable(key): make_encodable(value) for key, value in document.metadata.items()
+    }
     return msgspec.structs.replace(
         document,
-        title=encodable(document.title),
-        text=encodable(document.text),
-        origin=encodable(document.origin),
+        title=make_encodable(document.title),
+        text=make_encodable(document.text),
+        origin=make_encodable(document.origin),
         metadata=metadata,
     )

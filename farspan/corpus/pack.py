@@ -22,13 +22,13 @@ from farspan.corpus import tokenizer as tokenizers
 from farspan.corpus.documents import (
     COPIES,
     DOCUMENTS,
-    cut,
-    divide,
+    cut_document,
+    divide_document,
     read_lines,
     write_array,
     write_documents,
 )
-from farspan.corpus.processes import spawned
+from farspan.corpus.processes import spawn_pool
 from farspan.corpus.sources import Source
 from farspan.corpus.tokens import checksums_of
 from farspan.domain.codec import load, save
@@ -54,14 +54,14 @@ class FinishedShard(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
 
 
-def spool(source: Source, work: Path) -> list[FinishedShard]:
+def spool_source(source: Source, work: Path) -> list[FinishedShard]:
     """Write the source's documents, cleaned, to WORK/00000.docs and so on; finished shards are kept
     as they are."""
     shards: list[FinishedShard] = []
     while (marker := work / f"{len(shards):05}.shard").exists():
         shards.append(load(marker, FinishedShard))
     # Documents of the finished shards are read again and left out.
-    parts = itertools.chain.from_iterable(map(cut, source.documents()))
+    parts = itertools.chain.from_iterable(map(cut_document, source.documents()))
     finished = sum(shard.documents for shard in shards)
     rest = itertools.islice(parts, finished, None)
     while documents := _take_shard(rest):
@@ -107,7 +107,7 @@ def each_shard(function: Callable[..., None], jobs: list[tuple[Any, ...]], worke
         for job in jobs:
             run(*job)
     else:
-        with spawned(workers) as pool:
+        with spawn_pool(workers) as pool:
             list(pool.map(run, *zip(*jobs, strict=True)))
 
 
@@ -118,24 +118,24 @@ def _run_once(function: Callable[..., None], stem: Path, *rest: object) -> None:
         open_own(marker, "ab").close()
 
 
-def chosen(stem: Path, fate: int) -> Iterator[Document]:
+def read_chosen(stem: Path, fate: int) -> Iterator[Document]:
     """Yield the documents of a shard that have this fate, DROPPED, TRAIN or VAL."""
     fates, cuts = np.load(stem.with_suffix(".fates.npy"))
     documents = read_lines(stem.with_suffix(".docs"))
     for document, its, at in zip(documents, fates, cuts, strict=True):
         if its == CUT:
-            head, tail = divide(document, int(at))
+            head, tail = divide_document(document, int(at))
             if fate == TRAIN:
                 yield head
             elif fate == VAL:
                 yield tail
         elif its == fate:
             # A copy of a text that is CUT is cut alike.
-            yield from divide(document, int(at)) if at else (document,)
+            yield from divide_document(document, int(at)) if at else (document,)
 
 
 #: A worker encodes many shards with one tokenizer.
-_load_tokenizer = functools.lru_cache(maxsize=1)(tokenizers.load)
+_load_tokenizer = functools.lru_cache(maxsize=1)(tokenizers.load_tokenizer)
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -149,7 +149,7 @@ def encode_shard(stem: Path, tokenizer_file: Path) -> None:
     tokenizer = _load_tokenizer(tokenizer_file)
     dtype = token_dtype(tokenizer.vocab_size)
     for split, fate in _SPLITS.items():
-        documents = list(chosen(stem, fate))
+        documents = list(read_chosen(stem, fate))
         texts = [document.text for document in documents]
         lengths: list[int] = []
         with open_own(stem.with_suffix(f".{split}.bin"), "wb") as file:
@@ -165,7 +165,7 @@ def encode_shard(stem: Path, tokenizer_file: Path) -> None:
 
 def write_copies(stem: Path) -> None:
     """Write the dropped documents of a shard (.copies.zst)."""
-    write_documents(stem.with_suffix(".copies.zst"), chosen(stem, DROPPED))
+    write_documents(stem.with_suffix(".copies.zst"), read_chosen(stem, DROPPED))
 
 
 def join_shards(stems: list[Path], folder: Path) -> dict[str, Split]:

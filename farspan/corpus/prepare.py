@@ -19,13 +19,13 @@ import numpy as np
 
 from farspan.corpus import dedup, pack
 from farspan.corpus import tokenizer as tokenizers
-from farspan.corpus.copies import CLUSTERS, Text, distinct, read_distinct
+from farspan.corpus.copies import CLUSTERS, Text, distinct_texts, read_distinct
 from farspan.corpus.documents import COPIES, DOCUMENTS, write_array
-from farspan.corpus.entropy import entropies
+from farspan.corpus.entropy import ngram_entropies
 from farspan.corpus.reading import CHUNK_BYTES, UNKNOWN_ENCODING
 from farspan.corpus.sources import Source, open_source
-from farspan.corpus.split import decide
-from farspan.corpus.tokens import is_whole, verify
+from farspan.corpus.split import decide_split
+from farspan.corpus.tokens import is_whole, verify_corpus
 from farspan.domain.codec import content_hash, is_content_hash, load, save, write_atomically
 from farspan.domain.config import DataConfig, TokenizerConfig
 from farspan.domain.corpus import (
@@ -54,7 +54,7 @@ _ABANDONED_S = 7 * 86_400
 #: All that the folder of a prepared corpus holds.
 CORPUS_FILES = ("corpus.json", "tokenizer.json", DOCUMENTS, COPIES, CLUSTERS, *TOKEN_FILES)
 
-Say = Callable[[str], None]
+WriteLine = Callable[[str], None]
 
 
 def auto_vocab(text_bytes: int) -> int:
@@ -65,13 +65,13 @@ def auto_vocab(text_bytes: int) -> int:
     return 4096 << steps
 
 
-def prepare(
+def prepare_corpus(
     data: DataConfig,
     tokenizer: TokenizerConfig,
     root: Path,
     *,
     workers: int,
-    say: Say,
+    write_line: WriteLine,
     verified: bool = False,
 ) -> tuple[Path, CorpusManifest]:
     """Make, or find, the corpus of `data` under `root`; the folder's name is the manifest's hash.
@@ -83,7 +83,7 @@ def prepare(
     """
     source = open_source(data.source)
     key = _corpus_key(source, data, tokenizer)
-    if prepared := _find_prepared(root, key, say, verified=verified):
+    if prepared := _find_prepared(root, key, write_line, verified=verified):
         if data.bad == "refuse":
             _refuse_bad(prepared[1].skipped, data)
         return prepared
@@ -94,18 +94,18 @@ def prepare(
     os.utime(work)  # Before the sweep, which takes work of old: this is gone on with.
     _remove_abandoned(root, time.time())
     _require_space(root, source.size_bytes)
-    with _lock_folder(work, say):
+    with _lock_folder(work, write_line):
         # Another process may have made it meanwhile.
-        prepared = _find_prepared(root, key, silent, verified=verified)
+        prepared = _find_prepared(root, key, drop_message, verified=verified)
         if prepared is None:
-            prepared = _build_corpus(source, data, tokenizer, work, workers, say)
+            prepared = _build_corpus(source, data, tokenizer, work, workers, write_line)
             pointer = root / f".key-{key}"
             write_atomically(pointer, prepared[1].hash.encode())
     shutil.rmtree(work, ignore_errors=True)
     return prepared
 
 
-def silent(line: str) -> None:
+def drop_message(line: str) -> None:
     """Drop a progress message."""
 
 
@@ -116,7 +116,7 @@ def read_text(
     root: Path,
     *,
     workers: int,
-    say: Say,
+    write_line: WriteLine,
 ) -> Text:
     """Read every text that the source of the corpus with this hash holds today, copies too, split
     as a corpus is.
@@ -125,22 +125,22 @@ def read_text(
     """
     source = open_source(data.source)
     fingerprint = source.fingerprint()
-    known = _find_prepared(root, _corpus_key(source, data, tokenizer), silent)
+    known = _find_prepared(root, _corpus_key(source, data, tokenizer), drop_message)
     if known is not None and known[1].hash == digest:
         prepared, manifest = known
         for kinds in manifest.skipped_kinds:
-            say(f"skipped {kinds}")
+            write_line(f"skipped {kinds}")
         return read_distinct(prepared, manifest, fingerprint)
-    say("the text has changed since the corpus was made, or the corpus is gone")
+    write_line("the text has changed since the corpus was made, or the corpus is gone")
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root, prefix=".text-") as folder:
         work = Path(folder)
-        shards = _spool_source(source, data, work, say)
+        shards = _spool_source(source, data, work, write_line)
         stems = [work / f"{number:05}" for number in range(len(shards))]
         for skipped in by_kind(source.skipped.entries()):
-            say(f"skipped {skipped}")
+            write_line(f"skipped {skipped}")
         pack.each_shard(dedup.sign, [(stem,) for stem in stems], workers)
-        decision = decide(stems, data, must_split=False)
+        decision = decide_split(stems, data, must_split=False)
         # A corpus numbers its documents in this order.
         documents = list(_chosen_of(stems, pack.TRAIN))
         train = len(documents)
@@ -148,12 +148,12 @@ def read_text(
         kept = len(documents)
         documents += _chosen_of(stems, pack.DROPPED)
     clusters = decision.corpus_clusters().tolist()
-    return distinct(documents, clusters, train=train, kept=kept, fingerprint=fingerprint)
+    return distinct_texts(documents, clusters, train=train, kept=kept, fingerprint=fingerprint)
 
 
 def _chosen_of(stems: list[Path], fate: int) -> Iterator[Document]:
     for stem in stems:
-        yield from pack.chosen(stem, fate)
+        yield from pack.read_chosen(stem, fate)
 
 
 def _corpus_key(source: Source, data: DataConfig, tokenizer: TokenizerConfig) -> str:
@@ -164,34 +164,39 @@ def _corpus_key(source: Source, data: DataConfig, tokenizer: TokenizerConfig) ->
 
 
 def _build_corpus(
-    source: Source, data: DataConfig, config: TokenizerConfig, work: Path, workers: int, say: Say
+    source: Source,
+    data: DataConfig,
+    config: TokenizerConfig,
+    work: Path,
+    workers: int,
+    write_line: WriteLine,
 ) -> tuple[Path, CorpusManifest]:
     tokenizer_file = work / "tokenizer.json"
     final = work / "final"
     if config.use:
         _copy_tokenizer(config.use, config.vocab, tokenizer_file)
-    shards = _spool_source(source, data, work, say)
+    shards = _spool_source(source, data, work, write_line)
     stems = [work / f"{number:05}" for number in range(len(shards))]
     jobs = [(stem,) for stem in stems]
     pack.each_shard(dedup.sign, jobs, workers)
-    decision = decide(stems, data, must_split=True)
+    decision = decide_split(stems, data, must_split=True)
     if decision.exact or decision.near:
-        say(
+        write_line(
             f"searched, not trained on: {decision.exact:,} exact and "
             f"{counted(decision.near, 'near duplicate')}"
         )
     if not config.use:
         text_bytes = sum(shard.text_bytes for shard in shards)
         vocab = auto_vocab(text_bytes) if config.vocab == "auto" else config.vocab
-        say(f"training a tokenizer of {vocab:,} tokens")
+        write_line(f"training a tokenizer of {vocab:,} tokens")
         # Shards spread over the corpus that hold about _SAMPLE_BYTES.
         stride = -(-text_bytes // _SAMPLE_BYTES)
         pack.each_shard(learn, [(tokenizer_file, vocab, stems[::stride])], workers)
-    words = tokenizers.load(tokenizer_file)
+    words = tokenizers.load_tokenizer(tokenizer_file)
     vocab_size = words.vocab_size
     if config.use and config.vocab != "auto":
         vocab_size = config.vocab
-    say(f"encoding with {words.engine}, vocabulary {vocab_size:,}")
+    write_line(f"encoding with {words.engine}, vocabulary {vocab_size:,}")
     pack.each_shard(pack.encode_shard, [(stem, tokenizer_file) for stem in stems], workers)
     pack.each_shard(pack.write_copies, jobs, workers)
     splits = pack.join_shards(stems, final)
@@ -200,7 +205,7 @@ def _build_corpus(
     dtype = pack.token_dtype(words.vocab_size)
     train = np.memmap(final / "train.bin", dtype, "r")
     val = np.memmap(final / "val.bin", dtype, "r")
-    unigram, bigram = entropies(train, val, vocab_size)
+    unigram, bigram = ngram_entropies(train, val, vocab_size)
     # The end of text is not in tokenizer.json: two tokenizers may differ in nothing else.
     shard_digests = [shard.digest for shard in shards]
     coded = (_file_digest(tokenizer_file), vocab_size, words.end_of_text)
@@ -238,7 +243,7 @@ def _is_sound(folder: Path, manifest: CorpusManifest) -> bool:
     if not _has_all_files(folder):
         return False
     try:
-        verify(folder, manifest)
+        verify_corpus(folder, manifest)
         return load(folder / "corpus.json", CorpusManifest).hash == manifest.hash
     except Refusal:
         return False
@@ -251,7 +256,7 @@ def _has_all_files(folder: Path) -> bool:
 def _copy_tokenizer(where: str, vocab: int | Literal["auto"], tokenizer_file: Path) -> None:
     """Copy the tokenizer that the user names; refuses ids beyond the vocabulary that the user
     gives."""
-    words = tokenizers.load(where)
+    words = tokenizers.load_tokenizer(where)
     if vocab != "auto" and vocab < words.vocab_size:
         raise Refusal(
             "tokenizer-mismatch",
@@ -267,11 +272,11 @@ def _copy_tokenizer(where: str, vocab: int | Literal["auto"], tokenizer_file: Pa
 
 
 def _spool_source(
-    source: Source, data: DataConfig, work: Path, say: Say
+    source: Source, data: DataConfig, work: Path, write_line: WriteLine
 ) -> list[pack.FinishedShard]:
     """Spool the source; refuses one without text, and a disk too small for the rest of the work."""
-    say(f"reading {data.source}")
-    shards = pack.spool(source, work)
+    write_line(f"reading {data.source}")
+    shards = pack.spool_source(source, work)
     if not shards:
         raise _nothing_read(source, data)
     if data.bad == "refuse":
@@ -279,7 +284,7 @@ def _spool_source(
     text_bytes = sum(shard.text_bytes for shard in shards)
     documents = sum(shard.documents for shard in shards)
     many = f"{format_count(documents)} documents" if documents > 1 else "1 document"
-    say(f"{many}, {format_bytes(text_bytes)} of text")
+    write_line(f"{many}, {format_bytes(text_bytes)} of text")
     _require_space(work, text_bytes)
     return shards
 
@@ -323,11 +328,11 @@ def learn(tokenizer_file: Path, vocab_size: int, stems: list[Path]) -> None:
     """Train on the training documents of these shards; in a process of its own, whose memory goes
     with it."""
     texts = (document.text for document in _chosen_of(stems, pack.TRAIN))
-    tokenizers.train(texts, vocab_size).save(tokenizer_file)
+    tokenizers.train_tokenizer(texts, vocab_size).save(tokenizer_file)
 
 
 def _find_prepared(
-    root: Path, key: str, say: Say, *, verified: bool = False
+    root: Path, key: str, write_line: WriteLine, *, verified: bool = False
 ) -> tuple[Path, CorpusManifest] | None:
     """Find the corpus that `key` led to before, if it is still there and whole; with `verified`
     only where every block has the bytes that were prepared."""
@@ -337,33 +342,33 @@ def _find_prepared(
     if not is_content_hash(digest) or not folder.exists():
         return None
     if not _has_all_files(folder):
-        say(f"the corpus in {folder} lacks files: preparing it again")
+        write_line(f"the corpus in {folder} lacks files: preparing it again")
         return None
     try:
         manifest = load(folder / "corpus.json", CorpusManifest)
         if verified:
-            verify(folder, manifest)
+            verify_corpus(folder, manifest)
         elif not is_whole(folder, manifest):
-            say(f"a token file in {folder} has another size: preparing the corpus again")
+            write_line(f"a token file in {folder} has another size: preparing the corpus again")
             return None
     except Refusal as refusal:
         problem = refusal.problem
         if problem.code == "unknown-key":  # A later version made it.
             raise
-        say(f"{problem.where}: {problem.fact}: preparing the corpus again")
+        write_line(f"{problem.where}: {problem.fact}: preparing the corpus again")
         return None
     return folder, manifest
 
 
 @contextlib.contextmanager
-def _lock_folder(work: Path, say: Say) -> Iterator[None]:
+def _lock_folder(work: Path, write_line: WriteLine) -> Iterator[None]:
     """Let one process at a time work in a folder; the lock goes with its process, however that
     ends."""
     with open_own(work / "lock", "ab") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("another process is preparing this corpus; waiting for it")
+            write_line("another process is preparing this corpus; waiting for it")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

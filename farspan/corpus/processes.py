@@ -54,7 +54,7 @@ class _Context(SpawnContext):
     Process = ChildProcess
 
 
-def spawned(count: int) -> ProcessPoolExecutor:
+def spawn_pool(count: int) -> ProcessPoolExecutor:
     """Open a pool of up to `count` new processes. They end with this one however it ends, also when
     it is killed."""
     with _STARTING, safe_path_environment():  # Its locks start a process of their own.

@@ -33,7 +33,7 @@ UTF8 = "utf-8"
 #: UTF-8 with damaged bytes, which become U+FFFD.
 DAMAGED_UTF8 = "utf-8, damaged bytes replaced"
 #: Damaged bytes that a text in UTF-8 may have for each that is whole.
-DAMAGE = 0.1
+MAX_DAMAGED_SHARE = 0.1
 #: What a file in another encoding begins with. The longer marks come first: one begins like a
 #: shorter one.
 _MARKS = {
@@ -86,7 +86,7 @@ def find_encoding(file: Path, *, page: bool = False) -> str:
     archive and for what is no text.
     """
     decoder = codecs.getincrementaldecoder(UTF8)()
-    with _refusing_damage(), unpack(file) as stream:
+    with _refusing_damage(), open_unpacked(file) as stream:
         head = chunk = stream.read(CHUNK_BYTES)
         is_utf8 = True
         while chunk:
@@ -112,7 +112,7 @@ def find_encoding(file: Path, *, page: bool = False) -> str:
 
 def open_utf8(file: Path, encoding: str) -> IO[bytes]:
     """Open the text of a file as a stream of valid UTF-8 bytes."""
-    stream = unpack(file)
+    stream = open_unpacked(file)
     if encoding == UTF8:
         return stream
     return io.BufferedReader(_Recoded(stream, encoding), CHUNK_BYTES)
@@ -146,7 +146,7 @@ def bounded_lines(stream: IO[bytes], most: int = MAX_DOCUMENT_BYTES) -> Iterator
         yield None
 
 
-def unpack(file: Path) -> IO[bytes]:
+def open_unpacked(file: Path) -> IO[bytes]:
     """Open the bytes of a file, unpacked where its name ends in .gz or .zst."""
     suffix = file.suffix.lower()
     if suffix == ".gz":
@@ -270,7 +270,7 @@ def _guess_encoding(file: Path) -> str:
     text = sample.decode(UTF8, "replace")
     damaged = text.count("\ufffd")
     whole = sum(not character.isascii() for character in text) - damaged
-    if damaged <= DAMAGE * whole:
+    if damaged <= MAX_DAMAGED_SHARE * whole:
         return DAMAGED_UTF8
     matches = from_bytes(sample, cp_isolation=list(_GUESSED))
     ranked = []
@@ -287,7 +287,7 @@ def _read_sample(file: Path) -> bytes:
     """Return the first lines of a file that are not ASCII."""
     lines: list[bytes] = []
     size = 0
-    with unpack(file) as stream:
+    with open_unpacked(file) as stream:
         while size < SAMPLE_BYTES and (line := stream.readline(SAMPLE_BYTES)):
             if not line.isascii():
                 lines.append(line)

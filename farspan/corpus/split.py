@@ -72,13 +72,13 @@ class Decision(NamedTuple):
         return numbered[order]
 
 
-def decide(stems: list[Path], data: DataConfig, *, must_split: bool) -> Decision:
+def decide_split(stems: list[Path], data: DataConfig, *, must_split: bool) -> Decision:
     """Find duplicates, choose what is held out, and write each shard's fates.
 
     Refuses (no-documents) a text that is too short to hold any of it out, if it `must_split`.
     """
     shards = dedup.Shards(stems)
-    clusters = dedup.clusters(shards)
+    clusters = dedup.find_clusters(shards)
     texts = shards.marks(0)
     copies = clusters != np.arange(len(clusters))
     exact = near = 0

@@ -12,11 +12,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from farspan.corpus._hub import hub
+from farspan.corpus._hub import use_cache_if_unreachable
 from farspan.corpus._ranks import SEPARATOR, as_tiktoken
 from farspan.corpus.patterns import unsafe_pattern
 from farspan.domain.codec import missing_path, write_atomically
-from farspan.domain.corpus import encodable
+from farspan.domain.corpus import make_encodable
 from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal
 
@@ -62,7 +62,7 @@ class Tokenizer:
     def encode_joined(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.uint32], list[int]]:
         """Return all texts' ids in one array, an end-of-text token after each, and the length of
         each with that token."""
-        texts = [encodable(text) for text in texts]
+        texts = [make_encodable(text) for text in texts]
         if self._fast is None or any(SEPARATOR in text for text in texts):
             encodings = self._inner.encode_batch_fast(texts, add_special_tokens=False)
             ids: list[int] = []
@@ -91,7 +91,7 @@ class Tokenizer:
         write_atomically(file.with_name("tokenizer_config.json"), msgspec.json.encode(config))
 
 
-def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE with GPT-2's splitting rule; it has fewer than `vocab_size` tokens
     where the texts run out of pairs."""
     from tokenizers import models, pre_tokenizers, trainers
@@ -107,7 +107,7 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return Tokenizer(inner, inner.get_vocab()[END_OF_TEXT])
 
 
-def load(where: Path | str) -> Tokenizer:
+def load_tokenizer(where: Path | str) -> Tokenizer:
     """Load a tokenizer.json, a folder with one or with GPT-2's vocab.json and merges.txt, or the id
     of a hub repository.
 
@@ -125,7 +125,7 @@ def load(where: Path | str) -> Tokenizer:
         if local:
             inner = _read_tokenizer(path)
         else:
-            with hub() as fault:
+            with use_cache_if_unreachable() as fault:
                 from huggingface_hub import hf_hub_download
 
                 inner = _read_tokenizer(Path(hf_hub_download(name, "tokenizer.json")))

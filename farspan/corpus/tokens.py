@@ -24,10 +24,10 @@ from farspan.domain.problems import Refusal
 
 #: What tells one split's bytes from another's: so many blocks of so many bytes, a quarter of a
 #: second to read.
-BLOCKS = 256
-BLOCK = 2**20
+FINGERPRINT_BLOCKS = 256
+FINGERPRINT_BLOCK_BYTES = 2**20
 #: The command that makes a corpus whole where no run is known that it belongs to.
-PREPARE = "farspan prepare run.yaml"
+PREPARE_COMMAND = "farspan prepare run.yaml"
 
 
 class VerifiedArray:
@@ -35,7 +35,7 @@ class VerifiedArray:
     reads from it: a slice raises Refusal (corpus-damaged) for a block of other bytes."""
 
     def __init__(
-        self, values: npt.NDArray[Any], checksums: bytes, path: Path, remedy: str = PREPARE
+        self, values: npt.NDArray[Any], checksums: bytes, path: Path, remedy: str = PREPARE_COMMAND
     ) -> None:
         #: The values without any check, for a caller that reads little of many blocks.
         self.unverified = np.asarray(values)
@@ -75,7 +75,7 @@ class VerifiedArray:
             content = self._bytes[start : start + BLOCK_BYTES]
             at = block * CHECKSUM_BYTES
             expected = self.checksums[at : at + CHECKSUM_BYTES]
-            if checksum(content.data) != expected:
+            if block_checksum(content.data) != expected:
                 _disown_copy(self._path.parent)
                 raise _damaged_file(
                     self._path,
@@ -103,7 +103,7 @@ class TokenFile(msgspec.Struct, frozen=True, kw_only=True):
         folder: Path,
         split: SplitName,
         manifest: CorpusManifest,
-        remedy: str = PREPARE,
+        remedy: str = PREPARE_COMMAND,
     ) -> TokenFile:
         """Map `split` of the corpus in `folder`. Raises Refusal (corpus-damaged) for files whose
         sizes are not those of the manifest; `remedy` is the command that mends that."""
@@ -131,7 +131,7 @@ class TokenFile(msgspec.Struct, frozen=True, kw_only=True):
                 values.verify()
 
 
-def checksum(block: bytes | memoryview) -> bytes:
+def block_checksum(block: bytes | memoryview) -> bytes:
     """Return the checksum that the manifest holds for a block of a token file."""
     return hashlib.sha256(block).digest()[:CHECKSUM_BYTES]
 
@@ -139,7 +139,7 @@ def checksum(block: bytes | memoryview) -> bytes:
 def checksums_of(path: Path) -> bytes:
     """Return the checksums of all blocks of a token file, one after the other."""
     with path.open("rb") as file:
-        return b"".join(map(checksum, iter(lambda: file.read(BLOCK_BYTES), b"")))
+        return b"".join(map(block_checksum, iter(lambda: file.read(BLOCK_BYTES), b"")))
 
 
 def is_whole(folder: Path, manifest: CorpusManifest) -> bool:
@@ -152,7 +152,7 @@ def is_whole(folder: Path, manifest: CorpusManifest) -> bool:
     return True
 
 
-def verify(folder: Path, manifest: CorpusManifest, remedy: str = PREPARE) -> None:
+def verify_corpus(folder: Path, manifest: CorpusManifest, remedy: str = PREPARE_COMMAND) -> None:
     """Verify every block of both splits. Raises Refusal (corpus-damaged)."""
     for split in SPLITS:
         TokenFile.open(folder, split, manifest, remedy).verify()
@@ -165,7 +165,7 @@ def _disown_copy(folder: Path) -> None:
             (folder / "corpus.json").unlink()
 
 
-def fingerprint(tokens: Tokens) -> int:
+def split_fingerprint(tokens: Tokens) -> int:
     """Hash a split to 48 bits: its checksums; without these, all bytes of a small split, else
     evenly spaced blocks."""
     digest = hashlib.blake2b(digest_size=6)
@@ -173,9 +173,9 @@ def fingerprint(tokens: Tokens) -> int:
         digest.update(tokens.checksums)
     else:
         data = tokens.view(np.uint8)
-        stride = max(BLOCK, len(data) // BLOCKS)
+        stride = max(FINGERPRINT_BLOCK_BYTES, len(data) // FINGERPRINT_BLOCKS)
         for start in range(0, len(data), stride):
-            digest.update(data[start : start + BLOCK].data)
+            digest.update(data[start : start + FINGERPRINT_BLOCK_BYTES].data)
     return int.from_bytes(digest.digest(), "big")
 
 

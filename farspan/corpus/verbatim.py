@@ -11,16 +11,16 @@ from farspan.corpus.tokens import Tokens
 
 #: So many tokens on end count as memorized: fewer also come about by chance and by grammar.
 #: A choice; Carlini et al. (arXiv 2202.07646) take 50 of a corpus whose common phrases are longer.
-LEAST = 16
+MIN_MEMORIZED_TOKENS = 16
 #: Tokens that are looked through at a time.
-PART = 1 << 20
+PART_TOKENS = 1 << 20
 #: An odd factor of a polynomial's terms, as in Rabin and Karp's search.
 FACTOR = 0x9E3779B97F4A7C15
 
 Written = npt.NDArray[np.integer[Any]]
 
 
-def verbatim_share(written: Written, corpus: Tokens, least: int = LEAST) -> float:
+def verbatim_share(written: Written, corpus: Tokens, least: int = MIN_MEMORIZED_TOKENS) -> float:
     """Return the share of `written` tokens that are part of `least` or more on end which stand so
     in `corpus`; 0 of fewer."""
     if len(written) < least or len(corpus) < least:
@@ -33,8 +33,8 @@ def verbatim_share(written: Written, corpus: Tokens, least: int = LEAST) -> floa
     for value in wanted:
         likely[value % len(likely)] = True
     is_memorized = np.zeros(len(written), dtype=bool)
-    for start in range(0, len(corpus) - least + 1, PART):
-        part = np.asarray(corpus[start : start + PART + least - 1])
+    for start in range(0, len(corpus) - least + 1, PART_TOKENS):
+        part = np.asarray(corpus[start : start + PART_TOKENS + least - 1])
         hashes = _hash_runs(part, least)
         is_likely = likely[hashes.astype(np.uint16)]
         for place in np.flatnonzero(is_likely).tolist():

@@ -31,7 +31,7 @@ class Cap(msgspec.Struct, frozen=True, kw_only=True):
     peak: int | None = None
 
 
-def caps() -> list[Cap]:
+def read_caps() -> list[Cap]:
     """Return the groups of this process, and their parents, that have a limit."""
     limited = []
     for folder, version in _memory_groups():
@@ -41,9 +41,9 @@ def caps() -> list[Cap]:
     return limited
 
 
-def tightest() -> Cap | None:
+def tightest_cap() -> Cap | None:
     """Return the group with the least limit."""
-    return min(caps(), key=lambda cap: cap.limit, default=None)
+    return min(read_caps(), key=lambda cap: cap.limit, default=None)
 
 
 def _memory_groups() -> Iterator[tuple[Path, int]]:
@@ -104,4 +104,4 @@ def _read_number(path: Path) -> int | None:
 
 
 if __name__ == "__main__":
-    sys.stdout.buffer.write(msgspec.json.encode(tightest()) + b"\n")
+    sys.stdout.buffer.write(msgspec.json.encode(tightest_cap()) + b"\n")

@@ -30,7 +30,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     shape: tuple[int, int, int] | None = None
 
 
-class Joined(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CatalogInterconnect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The interconnect of one host's devices, with its rate as text: bytes a second in each
     direction of one device."""
 
@@ -56,7 +56,7 @@ class CatalogDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     bandwidth: str | None = None
     watts: float | None = None
     measured: dict[DType, Measured] = {}
-    interconnect: Joined | None = None
+    interconnect: CatalogInterconnect | None = None
     price: Price | None = None
 
     def device(self, kind: str, memory: int | None = None) -> Device | None:
@@ -84,26 +84,26 @@ class CatalogDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         )
 
 
-def devices() -> dict[str, CatalogDevice]:
+def load_devices() -> dict[str, CatalogDevice]:
     """Every device kind of `catalog/devices.yaml`, by its short name."""
     text = resources.files("farspan.catalog").joinpath("devices.yaml").read_bytes()
     return msgspec.yaml.decode(text, type=dict[str, CatalogDevice])
 
 
-def kind_of(device_name: str) -> str | None:
+def find_kind(device_name: str) -> str | None:
     """Find the catalogue's kind for a name that a driver reports; None where no entry fits."""
-    for kind, device in devices().items():
+    for kind, device in load_devices().items():
         # Drivers before about R465 leave the maker out.
         if device_name in device.match or f"NVIDIA {device_name}" in device.match:
             return kind
     return None
 
 
-def kind_of_label(label: str) -> str | None:
+def find_kind_of_label(label: str) -> str | None:
     """Find the catalogue's kind for what Ray calls an accelerator; None where no entry fits. A
     label that leaves the memory or the form open, such as V100 or A100, fits none."""
     name = label.lower()
-    for kind, device in devices().items():
+    for kind, device in load_devices().items():
         # Ray joins the words of a driver's name that it has no label for.
         joined = [driver.removeprefix("NVIDIA ").replace(" ", "-") for driver in device.match]
         if name == kind or name in device.labels or name in map(str.lower, joined):
@@ -114,8 +114,8 @@ def kind_of_label(label: str) -> str | None:
 def peak_flops(device_name: str, precision: DType, count: int) -> float | None:
     """Dense peak FLOP/s of `count` devices of this name at this precision, or None where no data
     sheet is known."""
-    kind = kind_of(device_name)
-    peak = devices()[kind].flops.get(precision) if kind else None
+    kind = find_kind(device_name)
+    peak = load_devices()[kind].flops.get(precision) if kind else None
     return peak * count if peak else None
 
 
@@ -136,7 +136,7 @@ class RingShare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 @functools.cache
-def interconnects() -> dict[str, RingShare]:
+def load_interconnects() -> dict[str, RingShare]:
     """Every interconnect of `catalog/interconnects.yaml`, by its short name."""
     text = resources.files("farspan.catalog").joinpath("interconnects.yaml").read_bytes()
     return msgspec.yaml.decode(text, type=dict[str, RingShare])
@@ -148,7 +148,7 @@ def ring_rate(joined: Interconnect, devices: int) -> float | None:
     the entry of the interconnect's kind, with or without p2p, that is nearest in rate, for the
     nearest number of devices. None where no entry fits."""
     entries = []
-    for entry in interconnects().values():
+    for entry in load_interconnects().values():
         if entry.kind == joined.kind and entry.p2p == joined.p2p:
             entries.append(entry)
     if not entries:

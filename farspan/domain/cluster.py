@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from farspan.domain.machines import UNKNOWN_LINE, UNKNOWN_SITE, AssumedNetwork, known_network
+from farspan.domain.machines import UNKNOWN_LINK, UNKNOWN_SITE, AssumedNetwork, known_network
 from farspan.domain.notebook import html_table
 from farspan.domain.train import Precision
 from farspan.domain.units import counted, format_bytes, format_rate, short_time
@@ -31,12 +31,12 @@ Origin = Literal["catalogue", "given", "measured", "derived"]
 #: is known of them.
 SITE_RTT_S = UNKNOWN_SITE.rtt_s
 SITE_BANDWIDTH = UNKNOWN_SITE.rate
-LINE_BANDWIDTH = UNKNOWN_LINE.rate
+LINK_BANDWIDTH = UNKNOWN_LINK.rate
 
 #: Variables of a worker's environment, for `WorkerSlot.enter`: STARTING is set where the worker may
 #: start unconfined; READY then names a file a line and what to write there, `FILE=TEXT`, once it
 #: has started.
-STARTING = "FARSPAN_STARTING"
+STARTING_VARIABLE = "FARSPAN_STARTING"
 READY = "FARSPAN_READY"
 #: As STARTING, where the process is a spare that may never be that device's worker; TAKEN then
 #: names, as READY does, what to write when it becomes one.
@@ -44,7 +44,7 @@ SPARE = "FARSPAN_SPARE"
 TAKEN = "FARSPAN_TAKEN"
 #: The number of a worker's GPU among those that it sees, where a launcher hides the others; else
 #: the plan's holds.
-GIVEN = "FARSPAN_GIVEN_GPU"
+GIVEN_GPU_VARIABLE = "FARSPAN_GIVEN_GPU"
 
 
 class MatmulRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -384,7 +384,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             link = _join_path(path, a, b) if path else None
         if link is not None and cards:
             card_rate = min(cards)
-            if card_rate < (link.bandwidth or LINE_BANDWIDTH):
+            if card_rate < (link.bandwidth or LINK_BANDWIDTH):
                 return msgspec.structs.replace(link, bandwidth=card_rate)
         return link
 
@@ -400,7 +400,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         link = self._find_link(a, b, site_a, site_b)
         if site_a.name != site_b.name:
             joined = self.link(a, b)
-            return None if joined is None or joined.bandwidth is not None else UNKNOWN_LINE
+            return None if joined is None or joined.bandwidth is not None else UNKNOWN_LINK
         if link is None:
             cards = _known_cards((site_a, a), (site_a, b))
             card_rate = min(cards, default=math.inf)

@@ -238,7 +238,7 @@ class _Reader:
     def __init__(self, file: ClusterFile, where: str) -> None:
         self._file = file
         self._where = where
-        self._kinds = catalog.devices()
+        self._kinds = catalog.load_devices()
         self._own = {name: self._read_kind(name, entry) for name, entry in file.kinds.items()}
 
     def read_cluster(self) -> Cluster:

@@ -22,7 +22,7 @@ BLOCK_BYTES = 1 << 14
 CHECKSUM_BYTES = 6
 
 
-def encodable(text: str) -> str:
+def make_encodable(text: str) -> str:
     """Return the text with halves of surrogate pairs joined, and those without their other half as
     U+FFFD."""
     if text.isascii():
@@ -118,8 +118,8 @@ class SkipLog:
 
     def add(self, entry: Skipped) -> None:
         # Names are bytes to the system, and not all of them UTF-8.
-        path = encodable(entry.path or "")
-        detail = encodable(entry.detail)
+        path = make_encodable(entry.path or "")
+        detail = make_encodable(entry.detail)
         entry = msgspec.structs.replace(entry, path=path or None, detail=detail)
         self._names[entry.reason] += 1
         if self._names[entry.reason] <= NAMES_KEPT:
@@ -267,7 +267,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     headings: tuple[Heading, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
-def cite(origin: str, line: int, page: int) -> str:
+def cite_place(origin: str, line: int, page: int) -> str:
     """Cite a place as one would in print: `notes/a.md:12` or `a.pdf, page 3`; 0 is unknown."""
     if page:
         return f"{origin}, page {page}"
@@ -284,4 +284,4 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     page: int = 0
 
     def __str__(self) -> str:
-        return cite(self.origin, self.line, self.page)
+        return cite_place(self.origin, self.line, self.page)

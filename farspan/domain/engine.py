@@ -200,7 +200,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 @functools.cache
-def engine(name: str) -> Engine:
+def load_engine(name: str) -> Engine:
     """Load the engine of `catalog/engines/NAME.yaml`, whose file is read once; a Refusal offers the
     nearest one."""
     folder = resources.files("farspan.catalog").joinpath("engines")

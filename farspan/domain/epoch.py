@@ -19,7 +19,7 @@ from farspan.domain.codec import parse_json, save
 from farspan.domain.problems import Problem, Refusal, command
 
 #: The variable of a worker's environment that holds its epoch, as JSON.
-EPOCH = "FARSPAN_EPOCH"
+EPOCH_VARIABLE = "FARSPAN_EPOCH"
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
@@ -64,12 +64,12 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 NO_EPOCHS = Ledger(epoch=0, ended={})
 
 
-def given(environment: os._Environ[str] | dict[str, str]) -> Epoch | None:
+def read_own_epoch(environment: os._Environ[str] | dict[str, str]) -> Epoch | None:
     """Read the epoch that a launcher gave this worker; None of one that was started by hand."""
-    text = environment.get(EPOCH)
+    text = environment.get(EPOCH_VARIABLE)
     if not text:
         return None
-    return parse_json(text.encode(), Epoch, f"variable {EPOCH}")
+    return parse_json(text.encode(), Epoch, f"variable {EPOCH_VARIABLE}")
 
 
 def read_ledger(path: Path) -> Ledger:
@@ -88,7 +88,7 @@ def readable_ledger(path: Path) -> Ledger:
     return NO_EPOCHS
 
 
-def advance(path: Path, newest: int, before: Ledger | None = None) -> int:
+def begin_epoch(path: Path, newest: int, before: Ledger | None = None) -> int:
     """Begin the next epoch of a run whose newest checkpoint has this step; returns its number.
     `before` stands for a ledger that is damaged."""
     before = read_ledger(path) if before is None else before
@@ -100,13 +100,13 @@ def advance(path: Path, newest: int, before: Ledger | None = None) -> int:
     return epoch
 
 
-def rebuilt(epoch: int, newest: int) -> Ledger:
+def rebuild_ledger(epoch: int, newest: int) -> Ledger:
     """Rebuild the ledger of a run that lost it, from its newest start and newest checkpoint. What
     starts have saved so far counts; what they may still save does not."""
     return Ledger(epoch=epoch, ended=dict.fromkeys(range(1, epoch + 1), newest))
 
 
-def require(path: Path, number: int) -> None:
+def require_current(path: Path, number: int) -> None:
     """Refuse to write for an earlier epoch.
 
     Raises Refusal: (superseded) where another epoch of the run has begun since, (worker-lost)

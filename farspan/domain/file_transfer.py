@@ -17,8 +17,8 @@ from typing import Protocol, cast
 from farspan.domain.own_files import open_own
 
 #: Bytes that are handed to the carrier at a time, and taken from it: what fits a cache.
-PIECE = 2**20
-PART = 2**16
+SEND_CHUNK_BYTES = 2**20
+RECEIVE_CHUNK_BYTES = 2**16
 
 
 class Unexpected(Exception):
@@ -41,7 +41,9 @@ def send_files(
     """Send files and folders under their names, and files of these contents before them. What the
     user's own links lead to is sent, not the links."""
     stream = cast(io.RawIOBase, carrier)
-    with tarfile.open(fileobj=stream, mode="w|", bufsize=PIECE, dereference=True) as archive:
+    with tarfile.open(
+        fileobj=stream, mode="w|", bufsize=SEND_CHUNK_BYTES, dereference=True
+    ) as archive:
         for name, content in (contents or {}).items():
             member = tarfile.TarInfo(name)
             member.size = len(content)
@@ -56,7 +58,9 @@ def receive_files(
     """Write what comes into a folder; with `sync` it is on the disk afterwards. Raises Unexpected
     for anything but regular files of expected names."""
     try:
-        with tarfile.open(fileobj=cast(io.RawIOBase, carrier), mode="r|", bufsize=PART) as archive:
+        with tarfile.open(
+            fileobj=cast(io.RawIOBase, carrier), mode="r|", bufsize=RECEIVE_CHUNK_BYTES
+        ) as archive:
             for member in archive:
                 if not member.isdir():
                     _receive_file(archive, member, folder, is_expected, sync)
@@ -79,7 +83,7 @@ def _receive_file(
     target = folder / member.name
     target.parent.mkdir(parents=True, exist_ok=True)
     with open_own(target, "wb") as file:
-        shutil.copyfileobj(content, file, PART)
+        shutil.copyfileobj(content, file, RECEIVE_CHUNK_BYTES)
         if sync:
             file.flush()
             os.fsync(file.fileno())

@@ -103,7 +103,7 @@ class Build(NamedTuple):
 BUILDS = (Build("13.0", (7, 5), (99, 0)), Build("12.6", (5, 0), (9, 0)))
 
 
-def runs(capability: Capability, archs: tuple[str, ...]) -> bool:
+def has_code_for(capability: Capability, archs: tuple[str, ...]) -> bool:
     """Return whether a wheel has code for a card: binary code (`sm_86`) runs on the same major
     version from its minor one on, PTX (`compute_90`) on all later cards; what ends in a letter is
     for its own card (`sm_90a`) or family (`sm_100f`).
@@ -128,7 +128,7 @@ def runs(capability: Capability, archs: tuple[str, ...]) -> bool:
     return False
 
 
-def judge(nvidia: Nvidia, wheel: Wheel, host: str | None = None) -> Verdict:
+def judge_gpus(nvidia: Nvidia, wheel: Wheel, host: str | None = None) -> Verdict:
     """Judge whether PyTorch can use the GPUs that the driver lists on a host, by default this
     machine, and what mends it where it cannot."""
     if wheel.visible is not None and wheel.visible.strip() in HIDDEN:
@@ -144,7 +144,7 @@ def judge(nvidia: Nvidia, wheel: Wheel, host: str | None = None) -> Verdict:
     if wheel.hip and wheel.seen:
         note = f"{card_names}: left out, as torch {wheel.torch} is built for ROCm {wheel.hip}"
         return Verdict(notes=(note,))
-    if any(runs(gpu.capability, wheel.archs) for gpu in wheel.seen):
+    if any(has_code_for(gpu.capability, wheel.archs) for gpu in wheel.seen):
         return Verdict(notes=_note_left_out(cards, wheel))
     driver = next((card.driver for card in cards if card.driver), "")
     cause, fix = _explain_failure(cards, driver, wheel)
@@ -176,7 +176,7 @@ def _note_left_out(cards: tuple[Gpu, ...], wheel: Wheel) -> tuple[str, ...]:
     """Report which GPUs are not used where others are."""
     notes = []
     for gpu in wheel.seen:
-        if not runs(gpu.capability, wheel.archs):
+        if not has_code_for(gpu.capability, wheel.archs):
             arch = _format_arch(gpu.capability)
             fix = _choose_fix(gpu.capability, "", wheel)
             notes.append(f"{gpu.name} ({arch}) is left out: {wheel}; {fix}")
@@ -201,7 +201,7 @@ def _explain_failure(cards: tuple[Gpu, ...], driver: str, wheel: Wheel) -> tuple
     oldest = OLDEST_DRIVER.get(_parse_version(wheel.cuda)[0])
     if oldest and driver and not wheel.seen and _parse_version(driver) < _parse_version(oldest):
         return f"the driver is too old: CUDA {wheel.cuda} needs {oldest} or newer", fix
-    if known and not any(runs(capability, wheel.archs) for capability in known):
+    if known and not any(has_code_for(capability, wheel.archs) for capability in known):
         archs = map(_format_arch, sorted(set(known)))
         return f"the wheel has no code for {', '.join(archs)}", fix
     if any(card.mig for card in cards):
@@ -249,9 +249,9 @@ def is_kind(name: str, kind: str) -> bool:
     name, or a catalogue's."""
     if name == kind:
         return True
-    if kind not in catalog.devices():
+    if kind not in catalog.load_devices():
         return False
-    known = catalog.kind_of(name)
+    known = catalog.find_kind(name)
     if known:
         return known == kind
     # The catalogue does not know every name of a kind: "NVIDIA H200 NVL" is an h200. But an A2000

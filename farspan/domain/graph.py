@@ -126,7 +126,7 @@ def forward_flops(
     return 0.0
 
 
-def replayed(unit: tuple[Operator, ...]) -> tuple[Operator, ...]:
+def recomputed_operators(unit: tuple[Operator, ...]) -> tuple[Operator, ...]:
     """Return what recomputation runs again of a unit: all but its last operator, of whose output
     the backward pass needs nothing (PyTorch's checkpoints stop there, and compilers drop it)."""
     return unit[:-1]

@@ -44,11 +44,11 @@ class AssumedNetwork(NamedTuple):
 UNKNOWN_SITE = AssumedNetwork(rate=10e9 / 8, least=1e9 / 8, most=100e9 / 8, rtt_s=1e-4)
 #: Between two sites without figures: what research networks and cloud regions commonly
 #: grant. A tenth and ten times of it are a choice. Its round trip is always given.
-UNKNOWN_LINE = AssumedNetwork(rate=1e9 / 8, least=0.1e9 / 8, most=10e9 / 8, rtt_s=math.nan)
+UNKNOWN_LINK = AssumedNetwork(rate=1e9 / 8, least=0.1e9 / 8, most=10e9 / 8, rtt_s=math.nan)
 
 
 @functools.cache
-def machines() -> dict[str, Machine]:
+def load_machines() -> dict[str, Machine]:
     """Every machine of `catalog/machines.yaml`, by its name."""
     text = resources.files("farspan.catalog").joinpath("machines.yaml").read_bytes()
     return msgspec.yaml.decode(text, type=dict[str, Machine])
@@ -59,7 +59,7 @@ def known_network(kinds: Sequence[str], joined: Sequence[str]) -> AssumedNetwork
     of interconnect; None for a host of another shape."""
     if set(joined) != {"nvlink"} or len(set(kinds)) != 1:
         return None
-    for name, machine in machines().items():
+    for name, machine in load_machines().items():
         if kinds[0] in machine.kinds and len(kinds) == machine.devices:
             rate = parse_rate(machine.network)
             return AssumedNetwork(

@@ -13,11 +13,11 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from farspan.domain.caps import caps
+from farspan.domain.caps import read_caps
 
 #: Files that count: of the machine, and of a group alone or, on older kernels, with its children.
-MACHINE = Path("/proc/vmstat")
-GROUP = ("memory.events.local", "memory.events")
+MACHINE_COUNTER = Path("/proc/vmstat")
+GROUP_COUNTERS = ("memory.events.local", "memory.events")
 
 
 class WorkerGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,7 +41,7 @@ def own_group(
         _, controllers, path = line.split(":", 2)
         folder = root / path.lstrip("/")
         if controllers == "" and (kills := group_kills(folder)) is not None:
-            limit = min([psutil.virtual_memory().total, *(cap.limit for cap in caps())])
+            limit = min([psutil.virtual_memory().total, *(cap.limit for cap in read_caps())])
             return WorkerGroup(folder=str(folder), kills=kills, limit=limit)
     return None
 
@@ -49,7 +49,7 @@ def own_group(
 def group_kills(folder: Path) -> int | None:
     """Count the processes of a group of version 2 that were killed for memory; None where it
     counts none of them."""
-    for name in GROUP:
+    for name in GROUP_COUNTERS:
         if (count := _read_oom_kills(folder / name)) is not None:
             return count
     return None
@@ -63,7 +63,7 @@ def group_members(folder: Path) -> list[int]:
     return [int(line) for line in (folder / "cgroup.procs").read_text().split()]
 
 
-def machine_kills(path: Path = MACHINE) -> int | None:
+def machine_kills(path: Path = MACHINE_COUNTER) -> int | None:
     """Count the processes of this machine that were killed for memory; None where it does not."""
     return _read_oom_kills(path)
 

@@ -56,7 +56,7 @@ def matmul_parameters(spec: ModelSpec) -> int:
     return spec.layers * (attention + mlp) + spec.vocab_size * spec.d_model
 
 
-def parameters(spec: ModelSpec) -> int:
+def count_parameters(spec: ModelSpec) -> int:
     """Exact number of trainable parameters; a tied head is counted once."""
     kv = spec.kv_heads * spec.head_dim
     norm = spec.d_model * (2 if spec.norm == "layernorm" else 1)

@@ -245,7 +245,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return content_hash(self)
 
 
-def unsound(plan: Plan) -> str:
+def find_flaw(plan: Plan) -> str:
     """Return what of a plan cannot be, by itself; empty where all can."""
     ranks: list[int] = []
     for replica in plan.replicas:

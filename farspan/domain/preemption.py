@@ -9,19 +9,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from farspan.domain.problems import Problem
-from farspan.domain.words import joined
+from farspan.domain.words import join_words
 
 
-def preempted(
+def preemption_problem(
     hosts: Mapping[int, str], *, where: object, fact: str, remedy: str, **more: Any
 ) -> Problem:
     """Name the workers that were preempted together; `hosts` holds the host of each by rank, `more`
     further fields of Problem."""
     ranks = tuple(sorted(hosts))
-    host_names = joined(list(dict.fromkeys(hosts[rank] for rank in ranks)))
+    host_names = join_words(list(dict.fromkeys(hosts[rank] for rank in ranks)))
     workers = f"rank {ranks[0]} on {host_names} was"
     if len(ranks) > 1:
-        workers = f"ranks {joined([str(rank) for rank in ranks])} on {host_names} were"
+        workers = f"ranks {join_words([str(rank) for rank in ranks])} on {host_names} were"
     return Problem(
         code="preempted",
         what=f"{workers} preempted",

@@ -19,7 +19,7 @@ from farspan.domain.units import counted, format_bytes, format_seconds
 
 #: Share of a run that validation, checkpoints, start-up and noise take in addition to its steps. A
 #: planning margin.
-RESERVE = 0.1
+OVERHEAD_SHARE = 0.1
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,7 +112,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def whole_s(self) -> float:
         """Seconds of a run of all steps, and of what it does in addition to them."""
-        return self.workload.steps * self.step_s / (1 - RESERVE)
+        return self.workload.steps * self.step_s / (1 - OVERHEAD_SHARE)
 
     @property
     def equal_loss_s(self) -> float:
@@ -360,7 +360,7 @@ class Rescheduled(_Event, frozen=True, kw_only=True, tag="rescheduled"):
 
 #: Kinds of spans that are arithmetic; and backends whose passes have ended when their spans end:
 #: others only take orders in them.
-COMPUTE = ("forward", "backward", "update")
+COMPUTE_SPANS = ("forward", "backward", "update")
 IN_STEP = ("cpu", "cuda")
 
 
@@ -402,7 +402,7 @@ class Finished(_Event, frozen=True, kw_only=True, tag="finished"):
 
 #: Ends (`Finished.reason`) between two steps, by a request or a preemption: the step is saved, and
 #: the run resumes from there.
-STOPPED = ("interrupted", "preempted")
+STOP_REASONS = ("interrupted", "preempted")
 
 Event = (
     Started
@@ -456,10 +456,10 @@ def read_events(path: Path) -> Iterator[Event]:
     """Read the events of a run, oldest first. A last line that a killed worker left unfinished is
     left out. Raises Refusal (file-unreadable) for a line that is no event."""
     with open(path, "rb") as lines:
-        yield from decoded((line for line in lines if line.endswith(b"\n")), path)
+        yield from decode_events((line for line in lines if line.endswith(b"\n")), path)
 
 
-def decoded(lines: Iterable[bytes], where: object) -> Iterator[Event]:
+def decode_events(lines: Iterable[bytes], where: object) -> Iterator[Event]:
     """Decode events from their lines, which may be another machine's.
 
     Raises Refusal (file-unreadable).

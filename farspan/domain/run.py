@@ -22,11 +22,11 @@ from farspan.domain.suggest import any_of, suggest
 
 #: The variable of a worker's environment that names the run's folder where farspan was asked to
 #: train: a worker on another host may have a folder of its own.
-HOME = "FARSPAN_RUN"
+HOME_VARIABLE = "FARSPAN_RUN"
 
 #: The variable of a worker's environment that holds the secret by which the workers of a run know
 #: each other, and its value where the secret is the first line of standard input.
-SECRET = "FARSPAN_SECRET"
+SECRET_VARIABLE = "FARSPAN_SECRET"
 ON_STDIN = "-"
 #: The variable that names the port of the workers' rendezvous, where that of MASTER_PORT is
 #: torchrun's.
@@ -69,7 +69,7 @@ def make_cache_folder(name: str) -> Path:
 
 
 @functools.cache
-def commit() -> str | None:
+def source_commit() -> str | None:
     """Return the commit of a source checkout; None for an installed package, or without git."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
@@ -127,7 +127,7 @@ def refuse_replaced(file: IO[bytes], path: Path) -> None:
             what="the run's folder was replaced while the run was trained",
             where=path,
             fact="the file there is not the one that this process has opened",
-            remedy=command("status", os.environ.get(HOME, path.parent)),
+            remedy=command("status", os.environ.get(HOME_VARIABLE, path.parent)),
         )
 
 
@@ -241,11 +241,11 @@ class RunFolder:
     def resume(self) -> str:
         """Write the command that resumes the run, on the machine where farspan was asked to
         train."""
-        return command("resume", os.environ.get(HOME, self.path))
+        return command("resume", os.environ.get(HOME_VARIABLE, self.path))
 
     def prepare_command(self) -> str:
         """Write the command that makes the run's corpus whole, on the same machine."""
-        return command("prepare", Path(os.environ.get(HOME, self.path)) / self.config.name)
+        return command("prepare", Path(os.environ.get(HOME_VARIABLE, self.path)) / self.config.name)
 
     def load_plan(self) -> Plan:
         return load(self.plan, Plan)

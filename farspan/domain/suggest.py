@@ -11,12 +11,12 @@ import re
 from collections.abc import Iterable, Sequence
 
 from farspan.domain.escapes import key_word, shell_word
-from farspan.domain.synonyms import KEYS, NAMES, NOT_OFFERED, NotOffered, Rows
+from farspan.domain.synonyms import KEY_SYNONYMS, NOT_OFFERED, VALUE_SYNONYMS, NotOffered, Rows
 
 #: Names at least as like as this may be meant. At 2/3 one letter of three may be wrong; below,
 #: short names of other things pass: `ddp` for `hsdp`, at 1/2
 #: [fitted: tests/domain/test_suggest.py].
-LIKE = 2 / 3
+MIN_LIKENESS = 2 / 3
 #: A slip of the pen is one letter too many, too few, wrong, or two in the wrong order. A longer
 #: word may have two of them: two in `docs` would make `pydocs` of it.
 MAX_SLIPS = 2
@@ -36,7 +36,7 @@ def normal_form(word: str) -> str:
     return re.sub(r"[-_\s/:+]+", "", word.casefold())
 
 
-def suggest(word: str, known: Iterable[str], synonyms: Rows = NAMES) -> tuple[str, ...]:
+def suggest(word: str, known: Iterable[str], synonyms: Rows = VALUE_SYNONYMS) -> tuple[str, ...]:
     """Suggest the known names that a word may mean, best first; empty where none is like enough.
 
     `synonyms` are the field's; () for names that people choose themselves, such as those of files.
@@ -119,7 +119,7 @@ def advise(
     verb: str = "use",
     option: str = "",
     fix: str | None = None,
-    synonyms: Rows = NAMES,
+    synonyms: Rows = VALUE_SYNONYMS,
 ) -> str:
     """Write a remedy for a name that is unknown: `use a100-40 or a100-80`, or `--technique data`.
 
@@ -153,7 +153,7 @@ def _find_same(typed: str, name_of: dict[str, str]) -> list[str]:
 def _find_meant_keys(typed: str, paths: Iterable[str]) -> list[str]:
     """Find the dotted keys that end in what the field's word means."""
     keys = []
-    for meaning in dict.fromkeys(_find_meanings(typed, KEYS)):
+    for meaning in dict.fromkeys(_find_meanings(typed, KEY_SYNONYMS)):
         keys += [path for path in paths if f".{path}".endswith(f".{meaning}")]
     return keys
 
@@ -168,7 +168,7 @@ def _find_alike(typed: str, name_of: dict[str, str]) -> list[str]:
     else:
         scores = {key: likeness(typed, normal_form(name)) for key, name in name_of.items()}
         best = max(scores.values(), default=0.0)
-        candidates = [key for key, score in scores.items() if score == best >= LIKE]
+        candidates = [key for key, score in scores.items() if score == best >= MIN_LIKENESS]
     return candidates if len(candidates) <= MAX_CANDIDATES else []
 
 

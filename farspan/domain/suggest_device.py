@@ -19,7 +19,7 @@ MAKERS = {
     *("gpu", "graphics", "card", "generation", "gen", "edition", "core", "tensor"),
 }
 #: Names of what joins a GPU to its host, in all their generations.
-FORMS = re.compile(r"(sxm|pcie|nvl|oam)\d*")
+FORM_FACTORS = re.compile(r"(sxm|pcie|nvl|oam)\d*")
 FORM_OF = {"nvlink": {"sxm", "nvlink"}, "pcie": {"pcie"}}
 #: A slice of a divided GPU, as its driver names it: `MIG 3g.20gb`, `mig-1g.10gb`.
 SLICE = re.compile(r"(?:\bmig[\s-]*)?\b(\d)g\.(\d+)gb(?:\+\w+)*", re.IGNORECASE)
@@ -30,7 +30,7 @@ CORE_SEVENTHS = 7
 #: The driver keeps some memory of each slice for itself: a slice of an eighth of 141 GB has 18.
 SLICE_TOLERANCE = 0.07
 #: The command that shows every kind.
-LIST = "farspan cluster list"
+LIST_COMMAND = "farspan cluster list"
 #: GPUs that can be divided so.
 DIVISIBLE = re.compile(r"(a100|h100|h200|gh200|b200|b300)\b")
 #: Words that make a device another than the one of the same number.
@@ -54,7 +54,7 @@ def suggest_device(name: str, own: Iterable[str] = ()) -> tuple[str, ...]:
         return _suggest_whole(name, own)
     rest = re.sub(r"\bmig\b", "", SLICE.sub(" ", name, count=1), flags=re.IGNORECASE).strip()
     model = rest.lower()
-    kinds = catalog.devices()
+    kinds = catalog.load_devices()
     if model in kinds:
         whole = tuple(kind for kind in sorted(kinds) if f"{kind}-".startswith(f"{model}-"))
     elif rest:
@@ -83,8 +83,8 @@ def advise_device(name: str, own: Iterable[str] = ()) -> str:
     kinds = suggest_device(name, own)
     divided = slice_of(name)
     if not kinds:
-        near = neighbours(name)
-        return f"farspan cluster list   # among them {any_of(near)}" if near else LIST
+        near = neighbour_kinds(name)
+        return f"farspan cluster list   # among them {any_of(near)}" if near else LIST_COMMAND
     if divided is None:
         return f"write {any_of(kinds)}"
     memory = divided.memory // 10**9
@@ -94,7 +94,7 @@ def advise_device(name: str, own: Iterable[str] = ()) -> str:
     )
 
 
-def neighbours(name: str) -> tuple[str, ...]:
+def neighbour_kinds(name: str) -> tuple[str, ...]:
     """Kinds that differ from a name in its last digit alone: other products, so none is meant, but
     a reader who slipped sees which there are."""
     typed = _squash_name(name)
@@ -103,12 +103,12 @@ def neighbours(name: str) -> tuple[str, ...]:
         return ()
     same_stem = re.compile(rf"{re.escape(stem[1])}\d{re.escape(stem[2])}")
     return tuple(
-        kind for kind in sorted(catalog.devices()) if same_stem.fullmatch(_squash_name(kind))
+        kind for kind in sorted(catalog.load_devices()) if same_stem.fullmatch(_squash_name(kind))
     )
 
 
 def _suggest_whole(name: str, own: Iterable[str]) -> tuple[str, ...]:
-    kinds = catalog.devices()
+    kinds = catalog.load_devices()
     known = sorted({*kinds, *own})
     # A kind, a driver's name of one, or what Ray calls it, in other letters or with other
     # separators; and a driver's name without its maker.
@@ -171,7 +171,7 @@ def _split_words(name: str) -> frozenset[str]:
     for word in re.findall(r"[a-z0-9.]+", name.lower()):
         word = re.sub(r"^(geforce|rtx|gtx)(?=\d)", "", word)
         word = re.sub(r"^(\d+)(g|gb|gib)$", r"\1", word)
-        form = FORMS.fullmatch(word)
+        form = FORM_FACTORS.fullmatch(word)
         word = form[1] if form else word
         # `3090ti`, `4080super`.
         model = re.fullmatch(r"(\d{4})(ti|super)", word)

@@ -13,7 +13,7 @@ Rows = tuple[tuple[str, tuple[str, ...]], ...]
 
 #: Keys of run.yaml, of cluster, lab and matrix files, by a key's last parts: the names of PyTorch,
 #: Hugging Face, Megatron, DeepSpeed and nanoGPT among them.
-KEYS: Rows = (
+KEY_SYNONYMS: Rows = (
     # What to learn from.
     ("dataset corpus text texts input inputdir datadir datapath source documents", ("data",)),
     ("dataset corpus path folder dir", ("data.source",)),
@@ -142,7 +142,7 @@ KEYS: Rows = (
 )
 
 #: Values and names: techniques, precisions, optimizers, stores, presets, commands, options.
-NAMES: Rows = (
+VALUE_SYNONYMS: Rows = (
     # Techniques (docs/planning.md says what each is).
     ("ddp dp dataparallel distributeddataparallel allreduce horovod zero0", ("data",)),
     ("osd optimizersharding zeroone", ("zero1",)),

@@ -50,13 +50,13 @@ def units_words(units: tuple[int, int], layers: int) -> str:
     return ", ".join(parts)
 
 
-def listed(words: Sequence[str]) -> str:
+def join_counted(words: Sequence[str]) -> str:
     """`2 x 16, 3 x 8`: neighbours that are the same counted."""
     runs = [f"{len(list(group))} x {word}" for word, group in itertools.groupby(words)]
     return ", ".join(runs)
 
 
-def joined(words: Sequence[str]) -> str:
+def join_words(words: Sequence[str]) -> str:
     """Join a list: `a`, `a and b`, `a, b and c`; nothing of none."""
     if len(words) < 2:
         return "".join(words)

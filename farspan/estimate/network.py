@@ -15,7 +15,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from farspan.domain.cluster import LINE_BANDWIDTH, Cluster, Device, Link
+from farspan.domain.cluster import LINK_BANDWIDTH, Cluster, Device, Link
 from farspan.domain.engine import Engine
 from farspan.domain.machines import AssumedNetwork
 from farspan.domain.plan import PlannedDevice
@@ -34,7 +34,7 @@ from farspan.semantics.communications import Communication, Flow, ring_steps
 #: Between devices of one host: a copy through shared memory or a bus.
 LOCAL_DELAY_S = 5e-6
 #: Where nothing is known of the line between two sites.
-UNKNOWN_BANDWIDTH = LINE_BANDWIDTH
+UNKNOWN_BANDWIDTH = LINK_BANDWIDTH
 #: Bytes of a TCP segment on Ethernet.
 SEGMENT = 1448
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from farspan.domain.cluster import Device
-from farspan.domain.graph import Operator, OpGraph, replayed
+from farspan.domain.graph import Operator, OpGraph, recomputed_operators
 from farspan.domain.plan import Replica, Stage
 from farspan.domain.results import Memory
 from farspan.domain.train import TrainSpec
@@ -373,7 +373,7 @@ class Costs:
             backward, backward_wait = backward + count * b, backward_wait + count * bw
             if stage.recompute and unit is self.graph.block:
                 f, _, fw, _ = self._unit_pass(
-                    group, replayed(unit), rows, stage, len(stage.mesh.batch)
+                    group, recomputed_operators(unit), rows, stage, len(stage.mesh.batch)
                 )
                 backward, backward_wait = backward + count * f, backward_wait + count * fw
         return Pass(forward + forward_wait, backward + backward_wait, forward_wait, backward_wait)

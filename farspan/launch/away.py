@@ -9,19 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, combinations, compress
 
 from farspan.domain.cluster import Host
-from farspan.launch.examine import agents, reach
+from farspan.launch.examine import probe_path, start_agents
 
 #: Of more hosts each is asked for the first alone, not for every other: pairs grow with the square.
 MAX_PAIRED_HOSTS = 8
 
 
-def away(hosts: Sequence[Host]) -> set[str]:
+def find_absent_hosts(hosts: Sequence[Host]) -> set[str]:
     """Return the absent hosts. The side of a cut link counts as there that has the first host which
     can be entered, of those that see the run's folder if any does: what the run has saved is
     there."""
     if len(hosts) == 1 and hosts[0].enter == ():
         return set()
-    with agents(hosts) as (reached, unreachable):
+    with start_agents(hosts) as (reached, unreachable):
         present = [host for host in hosts if host.name in reached]
         present.sort(key=lambda host: host.folder is not None)
         if not present:
@@ -34,7 +34,7 @@ def away(hosts: Sequence[Host]) -> set[str]:
 
         def is_cut(pair: tuple[str, str]) -> bool:
             a, b = (reached[name] for name in pair)
-            return bool(reach(a, b, pings=1).failed or reach(b, a, pings=1).failed)
+            return bool(probe_path(a, b, pings=1).failed or probe_path(b, a, pings=1).failed)
 
         with ThreadPoolExecutor(max(1, len(pairs))) as pool:
             cut = list(compress(pairs, pool.map(is_cut, pairs)))

@@ -19,13 +19,13 @@ from typing import IO
 
 from farspan.domain.cluster import Host
 from farspan.domain.file_transfer import Unexpected, receive_files
-from farspan.domain.model import parameters
+from farspan.domain.model import count_parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.problems import command as farspan
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_bytes
-from farspan.launch.hosts import ask, quoted, started
+from farspan.launch.hosts import ask_shell, quote_path, start_shell
 
 #: Returns why the checkpoint in a folder is not whole; empty where every byte of it is right.
 FlawOf = Callable[[Path], str]
@@ -153,7 +153,7 @@ class CheckpointMirror:
             raise Refusal(
                 "host-unreachable",
                 what="the checkpoints did not come back",
-                where=f"{self._host.name}, {quoted(self._there.path)}",
+                where=f"{self._host.name}, {quote_path(self._there.path)}",
                 fact=str(error),
                 remedy=farspan("resume", self._here.path),
             ) from None
@@ -161,13 +161,13 @@ class CheckpointMirror:
     def _list_missing(self) -> list[str]:
         """List the checkpoints there whose manifests, with the checksums of all blocks, are not
         here. Raises Refusal (host-unreachable)."""
-        folder = quoted(self._there.checkpoints)
+        folder = quote_path(self._there.checkpoints)
         script = (
             f'cd {folder} 2>/dev/null || exit 0; for name in * .*.old; do [ -d "$name" ] || '
             'continue; printf \'%s\\0\' "$name"; cat "$name/manifest.json" 2>/dev/null; '
             "printf '\\0'; done"
         )
-        answer = ask(self._host, script)
+        answer = ask_shell(self._host, script)
         if answer is None:
             raise Refusal(
                 "host-unreachable",
@@ -226,10 +226,10 @@ class CheckpointMirror:
                 f"cp {source}/* {target}/; }}"
             )
         script = (
-            f"cd {quoted(self._there.path)} && {links} && cd {HARD_LINK_FOLDER} && "
+            f"cd {quote_path(self._there.path)} && {links} && cd {HARD_LINK_FOLDER} && "
             f"tar -cf - checkpoints; code=$?; cd .. && rm -rf {HARD_LINK_FOLDER}; exit $code"
         )
-        with started(
+        with start_shell(
             self._host,
             script,
             stdin=subprocess.DEVNULL,
@@ -284,7 +284,7 @@ def max_checkpoint_bytes(plan: Plan) -> int:
     momentum, in the checkpoints that are kept, the one that is written, and the best.
     """
     values_per_parameter = 2 + 3 * len(plan.replicas)
-    checkpoint_bytes = 4 * parameters(plan.model) * values_per_parameter + HEADER_BYTES
+    checkpoint_bytes = 4 * count_parameters(plan.model) * values_per_parameter + HEADER_BYTES
     return (plan.train.keep + 2) * checkpoint_bytes
 
 

@@ -19,14 +19,14 @@ from farspan.domain.units import counted
 HERE = "here"
 
 
-def named() -> dict[str, Path]:
+def shipped_clusters() -> dict[str, Path]:
     """Return the files of the clusters that ship with farspan, by name (`fabric/gat-amst`)."""
     root = Path(str(resources.files("farspan.catalog") / "clusters"))
     files = sorted(root.rglob("*.yaml"))
     return {str(path.relative_to(root).with_suffix("")): path for path in files}
 
 
-def find(name: str) -> Cluster:
+def find_cluster(name: str) -> Cluster:
     """Load the cluster of a file or a name, with `:N` its first N devices, this machine (`here`),
     or the one that Ray runs at `ray:ADDRESS`."""
     if name.startswith("ray:"):
@@ -62,7 +62,7 @@ def this_machine() -> Cluster:
 
 def _cluster_path(name: str) -> Path:
     path = Path(name).expanduser()
-    shipped = named()
+    shipped = shipped_clusters()
     if path.is_file():
         return path
     if path.is_dir():

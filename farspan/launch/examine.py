@@ -78,7 +78,7 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @contextmanager
-def agents(hosts: Iterable[Host]) -> Iterator[tuple[dict[str, Agent], dict[str, Problem]]]:
+def start_agents(hosts: Iterable[Host]) -> Iterator[tuple[dict[str, Agent], dict[str, Problem]]]:
     """Start agents on all hosts, side by side; yield those reached, and why the others are not."""
     hosts = tuple(hosts)
     with ExitStack() as stack, ThreadPoolExecutor(max(1, len(hosts))) as pool:
@@ -99,17 +99,17 @@ def agents(hosts: Iterable[Host]) -> Iterator[tuple[dict[str, Agent], dict[str, 
         yield reached, unreachable
 
 
-def examine(cluster: Cluster, *, streams: Sequence[int]) -> Examination:
+def examine_cluster(cluster: Cluster, *, streams: Sequence[int]) -> Examination:
     """Examine every host and every pair of hosts, with rates over each number of streams."""
-    with agents(cluster.hosts) as (reached, unreachable):
+    with start_agents(cluster.hosts) as (reached, unreachable):
         facts = {name: facts_of(agent) for name, agent in reached.items()}
         ways: list[HostPath] = []
 
         def examine_pair(pair: tuple[str, str]) -> tuple[HostPath, HostPath]:
             a, b = pair
-            return between(reached[a], reached[b], streams)
+            return measure_paths(reached[a], reached[b], streams)
 
-        for pairs in rounds(sorted(reached)):
+        for pairs in pair_rounds(sorted(reached)):
             with ThreadPoolExecutor(max(1, len(pairs))) as pool:
                 for both in pool.map(examine_pair, pairs):
                     ways += both
@@ -126,7 +126,7 @@ def facts_of(agent: Agent) -> HostFacts:
     return msgspec.structs.replace(facts, wheel=wheel)
 
 
-def rounds(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
+def pair_rounds(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
     """List every pair once, in rounds in which no host comes twice (the circle method of
     round-robin tournaments)."""
     circle: list[str | None] = list(hosts)
@@ -141,11 +141,11 @@ def rounds(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
     return schedule
 
 
-def between(a: Agent, b: Agent, streams: Sequence[int]) -> tuple[HostPath, HostPath]:
+def measure_paths(a: Agent, b: Agent, streams: Sequence[int]) -> tuple[HostPath, HostPath]:
     """Measure both paths between two hosts: first whether they work, then how fast, never two
     measurements at a time."""
     with ThreadPoolExecutor(2) as pool:
-        there, back = pool.map(reach, (a, b), (b, a))
+        there, back = pool.map(probe_path, (a, b), (b, a))
     if there.failed or back.failed:
         return one_way(a, b, there), one_way(b, a, back)
     return with_rates(a, b, there, streams), with_rates(b, a, back, streams)
@@ -153,15 +153,15 @@ def between(a: Agent, b: Agent, streams: Sequence[int]) -> tuple[HostPath, HostP
 
 def with_rates(a: Agent, b: Agent, path: HostPath, streams: Sequence[int]) -> HostPath:
     """Return the path with the bytes a second that arrive over each number of streams."""
-    rates = {count: stream(a, b, count, path.rtt_s or 0.0).rate for count in streams}
+    rates = {count: measure_stream(a, b, count, path.rtt_s or 0.0).rate for count in streams}
     return msgspec.structs.replace(path, bandwidth=rates)
 
 
-def address(host: Host) -> str:
+def host_address(host: Host) -> str:
     return host.address or host.name
 
 
-def reach(a: Agent, b: Agent, pings: int = PINGS) -> HostPath:
+def probe_path(a: Agent, b: Agent, pings: int = PINGS) -> HostPath:
     """Try whether `a` can connect to `b`, and time its round trips: median, and half the spread of
     the middle half as jitter."""
     answer = a.ask("reach", **b.target, deadline=REACH_S, pings=pings, deadline_s=3 * REACH_S)
@@ -227,7 +227,7 @@ class Streamed(NamedTuple):
     busy_s: float | None
 
 
-def stream(a: Agent, b: Agent, streams: int, rtt_s: float) -> Streamed:
+def measure_stream(a: Agent, b: Agent, streams: int, rtt_s: float) -> Streamed:
     """Time the bytes that arrive at `b` over a number of streams from `a`, after they have grown.
 
     A lost packet holds back what follows it for a round trip: some twenty round trips make that a

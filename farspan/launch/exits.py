@@ -13,9 +13,9 @@ from farspan.domain.cluster import Host
 from farspan.domain.codec import load, parse_json
 from farspan.domain.memory_kills import WorkerGroup, machine_kills
 from farspan.domain.plan import Plan
-from farspan.domain.preemption import preempted
+from farspan.domain.preemption import preemption_problem
 from farspan.domain.problems import EXIT_CODES, LESS_MEMORY, Problem, Refusal
-from farspan.domain.results import Estimate, Started, Step, decoded
+from farspan.domain.results import Estimate, Started, Step, decode_events
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_bytes
 from farspan.domain.worker_exit import WorkerExit
@@ -63,7 +63,7 @@ class ExitReader:
         log = folder.logs / f"rank-{end.rank}.events.jsonl" if end.rank else folder.events
         lines = (read_file(host, log) or b"").split(b"\n")
         held_bytes = 0
-        for event in decoded(lines[:-1], log):
+        for event in decode_events(lines[:-1], log):
             if isinstance(event, Started):  # Before it may have been another plan.
                 held_bytes = 0
             elif isinstance(event, Step):
@@ -131,7 +131,7 @@ def _problem_from_outside(
     # A machine that goes away sends SIGTERM.
     if end.rank in signalled:
         when = "all is saved" if saved else "before its first step"
-        return preempted(
+        return preemption_problem(
             signalled,
             where=end.log,
             fact=f"{fact} from outside the run, {when}; {words}",

@@ -7,23 +7,23 @@ from collections.abc import Iterator
 
 from farspan.domain.cluster import Cluster, Host
 from farspan.domain.escapes import shell_word
-from farspan.domain.gpus import judge
+from farspan.domain.gpus import judge_gpus
 from farspan.domain.install import install_command_there
 from farspan.domain.problems import Finding
 from farspan.domain.units import format_bytes, format_seconds
-from farspan.launch.examine import Examination, HostPath, address
+from farspan.launch.examine import Examination, HostPath, host_address
 
 #: Clocks further apart than this make events of several hosts hard to read side by side.
 MAX_SKEW_S = 1.0
 #: A small model's checkpoints, its index and a corpus need about this much.
-LITTLE_DISK = 5 * 10**9
+MIN_FREE_DISK_BYTES = 5 * 10**9
 #: Where `tarfile` began to refuse what lies outside its folder.
 OLDEST_PYTHON = (3, 11, 4)
 #: Interfaces that only this machine sees: loopback, and the bridges of Docker, libvirt and LXC.
-PRIVATE = re.compile(r"(lo\d*|docker\d*|br-[0-9a-f]{12}|virbr\d*|lxcbr\d*|cni\d*)$")
+PRIVATE_INTERFACE = re.compile(r"(lo\d*|docker\d*|br-[0-9a-f]{12}|virbr\d*|lxcbr\d*|cni\d*)$")
 
 
-def findings(cluster: Cluster, examined: Examination) -> tuple[Finding, ...]:
+def list_findings(cluster: Cluster, examined: Examination) -> tuple[Finding, ...]:
     """Return every finding, those that stop a run first."""
     everything = [Finding.of(problem, "refused") for problem in examined.unreachable.values()]
     for path in examined.ways:
@@ -48,7 +48,7 @@ def _path_findings(path: HostPath, cluster: Cluster, examined: Examination) -> I
             fact=f"{path.failed}: {path.fact}",
             remedy=remedy,
         )
-    if path.interface is not None and PRIVATE.match(path.interface):
+    if path.interface is not None and PRIVATE_INTERFACE.match(path.interface):
         host_word = shell_word(path.b)
         yield Finding(
             severity="refused",
@@ -83,7 +83,7 @@ def _diagnose_failed_path(
     b = path.b
     host_word = shell_word(b)
     back = next(other for other in examined.ways if other.a == b and other.b == a)
-    target = next(address(host) for host in cluster.hosts if host.name == b)
+    target = next(host_address(host) for host in cluster.hosts if host.name == b)
     interfaces = examined.hosts[a].interfaces
     own = interfaces.get(path.interface or "", a)
     remedy = f"on {host_word}: sudo ufw allow proto tcp from {shell_word(own)}"
@@ -109,9 +109,9 @@ def _host_findings(host: Host, examined: Examination) -> Iterator[Finding]:
     host_word = shell_word(host.name)
     # A system other than Linux names none of its interfaces.
     absent = bool(facts.interfaces) and host.interface not in facts.interfaces
-    if host.interface is not None and (absent or PRIVATE.match(host.interface)):
+    if host.interface is not None and (absent or PRIVATE_INTERFACE.match(host.interface)):
         why = "does not exist" if absent else "is seen by that machine alone"
-        usable = [name for name in facts.interfaces if not PRIVATE.match(name)]
+        usable = [name for name in facts.interfaces if not PRIVATE_INTERFACE.match(name)]
         yield Finding(
             severity="refused",
             code="host-unreachable",
@@ -120,20 +120,19 @@ def _host_findings(host: Host, examined: Examination) -> Iterator[Finding]:
             fact=f"it has {', '.join(usable) or 'none'}",
             remedy=f"set interface: of {host_word} to one of them, or leave it out",
         )
-    if facts.disk_free < LITTLE_DISK:
+    comfortable = format_bytes(MIN_FREE_DISK_BYTES)
+    if facts.disk_free < MIN_FREE_DISK_BYTES:
         yield Finding(
             severity="warned",
             code="disk-full",
             what=f"{host.name} has little disk space",
             where=where,
-            fact=(
-                f"{format_bytes(facts.disk_free)} free, {format_bytes(LITTLE_DISK)} is comfortable"
-            ),
+            fact=f"{format_bytes(facts.disk_free)} free, {comfortable} is comfortable",
             remedy=f"on {host_word}: du -xh ~ | sort -h | tail",
         )
     wanted = sum(device.backend == "cuda" for device in host.devices)
     if facts.wheel is not None:
-        problem = judge(facts.nvidia, facts.wheel, host.name).problem
+        problem = judge_gpus(facts.nvidia, facts.wheel, host.name).problem
         if problem is not None:
             # A file that names the host's CPU alone means that.
             yield Finding.of(problem, "refused" if wanted else "warned")

@@ -67,7 +67,7 @@ def _enter_command(host: Host, device: int | None) -> tuple[str, ...]:
     )
 
 
-def command(host: Host, words: Sequence[str], *, device: int | None = None) -> list[str]:
+def host_command(host: Host, words: Sequence[str], *, device: int | None = None) -> list[str]:
     """Return the command here that runs `words` on `host`, confined to one of its devices where
     it can be."""
     enter = _enter_command(host, device)
@@ -101,7 +101,7 @@ def answer_of(line: bytes, host: Host) -> dict[str, Any]:
         ) from None
 
 
-def quoted(path: Path) -> str:
+def quote_path(path: Path) -> str:
     """Quote a path for a shell on a host; one that begins with ~ lies in the home folder there."""
     text = str(path)
     if text.startswith("~/"):
@@ -109,10 +109,10 @@ def quoted(path: Path) -> str:
     return shlex.quote(text)
 
 
-def started(host: Host, text: str, **streams: int) -> subprocess.Popen[bytes]:
+def start_shell(host: Host, text: str, **streams: int) -> subprocess.Popen[bytes]:
     """Start a shell command on a host. Raises Refusal (host-unreachable) where the command that
     enters it is not here."""
-    words = command(host, ["sh", "-c", text])
+    words = host_command(host, ["sh", "-c", text])
     try:
         return subprocess.Popen(words, **streams)  # type: ignore[call-overload,no-any-return]
     except OSError as error:
@@ -125,14 +125,14 @@ def started(host: Host, text: str, **streams: int) -> subprocess.Popen[bytes]:
         ) from None
 
 
-def ask(
+def ask_shell(
     host: Host, text: str, seconds: float = ANSWER_S, most: int = MAX_ANSWER_BYTES
 ) -> bytes | None:
     """Return what a command on a host prints; None where it fails, cannot be started, has not ended
     by then, or prints more than `most` bytes."""
     nothing = subprocess.DEVNULL
     try:
-        process = started(host, text, stdin=nothing, stdout=subprocess.PIPE, stderr=nothing)
+        process = start_shell(host, text, stdin=nothing, stdout=subprocess.PIPE, stderr=nothing)
     except Refusal:
         return None
     with process:
@@ -166,7 +166,7 @@ def _is_readable(stream: IO[bytes], deadline: float) -> bool:
     return bool(select.select([stream], [], [], remaining_s)[0])
 
 
-def interpreter(host: Host) -> str:
+def host_python(host: Host) -> str:
     """Return the Python there: this one where the host is this machine."""
     return sys.executable if host.enter == () else host.python
 
@@ -182,7 +182,7 @@ class Agent:
         self._asking = threading.Lock()
 
     def __enter__(self) -> Agent:
-        words = command(self.host, [interpreter(self.host), "-u", "-c", BOOTSTRAP])
+        words = host_command(self.host, [host_python(self.host), "-u", "-c", BOOTSTRAP])
         try:
             self._process = subprocess.Popen(
                 words,
@@ -258,7 +258,7 @@ class Agent:
     def _unreachable(self, cause: str, fact: str) -> Refusal:
         name = self.host.name
         host_word = shell_word(name)
-        remedy = shell_line(*command(self.host, ["true"]))
+        remedy = shell_line(*host_command(self.host, ["true"]))
         remedy = {
             "name": f"add {host_word} to ~/.ssh/config with its HostName",
             "route": f"ping {host_word}",

@@ -13,7 +13,7 @@ from farspan.domain.epoch import Epoch, Fault, Ledger, Number
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Recovered, Started, read_events
 from farspan.domain.run import RunFolder, refuse_replaced
-from farspan.launch.lock import locked
+from farspan.launch.lock import lock_file
 
 #: Bytes of a checkpoint's manifest at most: more is damage.
 MAX_MANIFEST_BYTES = 2**28
@@ -35,7 +35,7 @@ class Lease:
 
     def __init__(self, run: RunFolder) -> None:
         self._run = run
-        self._lock = locked(run.lock, "this run is being trained already", run.path)
+        self._lock = lock_file(run.lock, "this run is being trained already", run.path)
         #: What was wrong with the ledger of epochs when the last start began, for people.
         self.mended: str | None = None
 
@@ -59,7 +59,7 @@ class Lease:
             step = path.name.removeprefix("step-")
             if step.isdecimal():
                 newest = max(newest, int(step))
-        number = epoch.advance(self._run.epochs, newest, self._mend_ledger(newest))
+        number = epoch.begin_epoch(self._run.epochs, newest, self._mend_ledger(newest))
         return Epoch(number=number, used_s=used_s, skip=skip, fault=fault)
 
     def _mend_ledger(self, newest: int) -> Ledger | None:
@@ -82,7 +82,7 @@ class Lease:
                 f"{self._run.epochs.name}: {wrong}; by checkpoints and events the newest start of "
                 f"the run was number {number}"
             )
-        return epoch.rebuilt(number, newest)
+        return epoch.rebuild_ledger(number, newest)
 
     def close(self) -> None:
         self._lock.close()

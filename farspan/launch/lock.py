@@ -17,7 +17,7 @@ from farspan.domain.problems import Refusal
 MAX_ASKING_S = 0.2
 
 
-def locked(path: Path, what: str, where: Path) -> IO[bytes]:
+def lock_file(path: Path, what: str, where: Path) -> IO[bytes]:
     """Lock a file for this process alone; the lock goes with the last process that has it open,
     however that ends. Raises Refusal (run-busy) with `what` is being done at `where` already."""
     file = open_own(path, "ab")
@@ -45,7 +45,7 @@ def is_locked(path: Path) -> bool:
         return not _try_lock(file, fcntl.LOCK_SH)
 
 
-def holders(path: Path) -> list[int]:
+def lock_holders(path: Path) -> list[int]:
     """List processes of this user that have a file open, as each holder of a lock has; none where
     the system does not list them (Linux does)."""
     pids = set[int]()

@@ -28,10 +28,10 @@ from farspan.domain.probe import (
 )
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.units import counted, format_bytes
-from farspan.launch.examine import agents, reach, require_reached, stream
+from farspan.launch.examine import measure_stream, probe_path, require_reached, start_agents
 from farspan.launch.hosts import Agent
 from farspan.launch.probe import Probe
-from farspan.launch.rendezvous import arrange
+from farspan.launch.rendezvous import arrange_rendezvous
 
 T = TypeVar("T")
 #: What mends too little memory.
@@ -70,7 +70,7 @@ class Measured(NamedTuple):
     notes: tuple[str, ...]
 
 
-def measure(
+def measure_cluster(
     cluster: Cluster,
     model: ModelSpec,
     report: Callable[[str], None],
@@ -85,7 +85,7 @@ def measure(
     Raises Refusal (host-unreachable) for a host or a link that does not work.
     """
     activation_bytes = SENT_ROWS * model.context * model.d_model * SENT_BYTES
-    measured_links = links(cluster, activation_bytes, report)
+    measured_links = measure_links(cluster, activation_bytes, report)
     with ExitStack() as stack:
         probes = dict[str, list[Probe]]()
         for host in cluster.hosts:
@@ -117,7 +117,7 @@ def measure(
     return Measured(measured_cluster, measuring.failed, tuple(measuring.notes))
 
 
-def shapes(model: ModelSpec, rows: int) -> list[tuple[int, int, int]]:
+def matmul_shapes(model: ModelSpec, rows: int) -> list[tuple[int, int, int]]:
     """List (m, k, n) of the model's matrix products: queries with keys and values, output, up,
     down, head."""
     d = model.d_model
@@ -179,7 +179,7 @@ def _measure_alone(host: Host, measuring: _Measuring) -> Host:
     for index, device in enumerate(host.devices):
         measuring.report(f"device {index} of {host.name}: {device.kind}")
         planned = _planned_device(host, index)
-        products = tuple(shapes(measuring.model, ROWS[device.backend]))
+        products = tuple(matmul_shapes(measuring.model, ROWS[device.backend]))
         query = RatesQuery(planned, products, device.sheet.precisions, device.memory)
         measured = measuring.ask(host, index, query, DeviceRates)
         if measured is not None:
@@ -261,7 +261,7 @@ def _time_allreduces(
     """Return seconds of all-reduces over these devices; of none where one of them fails, which the
     others then do, too."""
     hosts = {host.name: host for host, _ in ranks}
-    rendezvous = arrange(list(hosts.values()))
+    rendezvous = arrange_rendezvous(list(hosts.values()))
     problems = dict[int, Problem]()
 
     def ask(rank: int) -> dict[int, float]:
@@ -291,14 +291,14 @@ def _time_allreduces(
     return {} if problems else seconds[0]
 
 
-def links(
+def measure_links(
     cluster: Cluster, activation_bytes: int, report: Callable[[str], None]
 ) -> tuple[Link, ...]:
     """Measure every link: between hosts of a site, and between the first hosts of two sites.
 
     Raises Refusal (host-unreachable) for a host or a link that does not work.
     """
-    with agents(cluster.hosts) as (reached, unreachable):
+    with start_agents(cluster.hosts) as (reached, unreachable):
         for problem in unreachable.values():
             raise Refusal.of(problem)
         pairs = list[tuple[Host, Host, tuple[str, str]]]()
@@ -311,11 +311,11 @@ def links(
         for a, b, ends in pairs:
             report(f"link {' - '.join(ends)}")
             link = _measure_link(reached[a.name], reached[b.name], activation_bytes)
-            measured.append(named(link, ends, cluster))
+            measured.append(name_link_ends(link, ends, cluster))
     return tuple(measured)
 
 
-def named(link: Link, ends: tuple[str, str], cluster: Cluster) -> Link:
+def name_link_ends(link: Link, ends: tuple[str, str], cluster: Cluster) -> Link:
     """Name the ends of a link in the cluster, with the loss that was known before where none
     could be counted."""
     loss = link.loss
@@ -326,14 +326,14 @@ def named(link: Link, ends: tuple[str, str], cluster: Cluster) -> Link:
 
 
 def _measure_link(a: Agent, b: Agent, activation_bytes: int) -> Link:
-    there = require_reached(reach(a, b, PINGS))
-    back = require_reached(reach(b, a, PINGS))
+    there = require_reached(probe_path(a, b, PINGS))
+    back = require_reached(probe_path(b, a, PINGS))
     rtt_s = min(there.rtt_s or 0.0, back.rtt_s or 0.0)
     jitter_s = max(there.jitter_s or 0.0, back.jitter_s or 0.0)
-    streamed = {count: stream(a, b, count, rtt_s) for count in STREAMS}
+    streamed = {count: measure_stream(a, b, count, rtt_s) for count in STREAMS}
     rates = {count: sent.rate for count, sent in streamed.items()}
     # The path back is timed where the bandwidth decides; the slower path counts.
-    back_streamed = stream(b, a, STREAMS[-1], rtt_s)
+    back_streamed = measure_stream(b, a, STREAMS[-1], rtt_s)
     bandwidth = min(max(rates.values()), back_streamed.rate)
     in_flight = {count: round(rate * rtt_s) for count, rate in rates.items()}
     window = in_flight[1] if bandwidth > LIMITED * rates[1] else None
@@ -368,10 +368,10 @@ def _measure_loss(a: Agent, b: Agent) -> float | None:
     a.ask("say", **b.target, tag=tag, count=DATAGRAMS, gap=GAP_S)
     # A question over the control connection takes longer than what is still under way.
     a.ask("reach", **b.target, deadline=5, pings=3)
-    return lost(b.ask("datagrams", tag=tag)["count"] - before)
+    return loss_share(b.ask("datagrams", tag=tag)["count"] - before)
 
 
-def lost(arrived: int) -> float | None:
+def loss_share(arrived: int) -> float | None:
     """Return the share of DATAGRAMS that is missing, or None where not one arrived.
 
     The same path has just carried streams, so datagrams are filtered, and nothing is known. What

@@ -13,7 +13,7 @@ import msgspec
 
 from farspan.domain.caps import Cap
 from farspan.domain.cluster import Cluster, Host
-from farspan.domain.gpus import Nvidia, Wheel, judge
+from farspan.domain.gpus import Nvidia, Wheel, judge_gpus
 from farspan.domain.interpreter import module_command
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import PlannedDevice
@@ -29,7 +29,7 @@ from farspan.domain.problems import Problem, Refusal
 from farspan.domain.train import Precision, TrainSpec
 from farspan.domain.units import format_bytes
 from farspan.launch.agent import nvidia
-from farspan.launch.hosts import answer_of, by_client, command, interpreter
+from farspan.launch.hosts import answer_of, by_client, host_command, host_python
 from farspan.launch.processes import with_environment, worker_environment
 
 T = TypeVar("T")
@@ -65,12 +65,12 @@ class Probe:
         self._peak = 0
 
     def __enter__(self) -> Probe:
-        words = module_command(interpreter(self._host), "farspan.runtime.probe")
+        words = module_command(host_python(self._host), "farspan.runtime.probe")
         if by_client(self._host, self._device):  # ssh passes on exit codes, but no signals.
             words = ["sh", "-c", '"$@"; exit $?', "sh", *words]
         words = with_environment(worker_environment(self._threads), words)
         self._process = subprocess.Popen(
-            command(self._host, words, device=self._device),
+            host_command(self._host, words, device=self._device),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -162,8 +162,8 @@ class Probe:
     def _limit_and_peak(self) -> tuple[str, str]:
         """Write out the limit and the peak of the control group that the process was in, else of
         the device and of the last answer."""
-        words = module_command(interpreter(self._host), "farspan.domain.caps")
-        words = command(self._host, words, device=self._device)
+        words = module_command(host_python(self._host), "farspan.domain.caps")
+        words = host_command(self._host, words, device=self._device)
         cap = None
         with suppress(OSError, subprocess.TimeoutExpired, msgspec.DecodeError):
             done = subprocess.run(
@@ -200,7 +200,7 @@ def check_gpus(backend: str) -> tuple[str, ...]:
     if not listed.gpus and not listed.failure:
         return ()
     with Probe() as probe:
-        problem, notes = judge(listed, probe.installed())
+        problem, notes = judge_gpus(listed, probe.installed())
     if problem is not None:
         raise Refusal.of(problem)
     return notes

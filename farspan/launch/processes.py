@@ -12,14 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Protocol
 
-from farspan.domain.cluster import STARTING, Host
+from farspan.domain.cluster import STARTING_VARIABLE, Host
 from farspan.domain.codec import content_hash, load
 from farspan.domain.interpreter import module_command
 from farspan.domain.plan import Plan
 from farspan.domain.problems import EXIT_CODES
-from farspan.domain.run import ON_STDIN, SECRET, RunFolder, RunRecord
+from farspan.domain.run import ON_STDIN, SECRET_VARIABLE, RunFolder, RunRecord
 from farspan.domain.standard_input import KILL, STOP
-from farspan.launch.hosts import ask, by_client, command, interpreter, quoted
+from farspan.launch.hosts import ask_shell, by_client, host_command, host_python, quote_path
 from farspan.launch.rendezvous import Rendezvous
 
 #: A client, such as ssh, ends within this after what it runs on a host was killed.
@@ -72,7 +72,7 @@ def worker_environment(threads: int) -> dict[str, str]:
     }
 
 
-def place(host: Host, meeting: Rendezvous) -> dict[str, str]:
+def rendezvous_environment(host: Host, meeting: Rendezvous) -> dict[str, str]:
     """Return where a host's workers meet the others, and keep what is sent to them."""
     cache = str(Path(host.folder) / "cache") if host.folder else None
     interface = meeting.interfaces.get(host.name)
@@ -131,20 +131,20 @@ class HostProcess:
         #: Whether it stops by STOP on its standard input alone, without a signal.
         self._stops_by_input = first_input is not None or self._is_wrapped
         if self._is_wrapped:
-            words = module_command(interpreter(host), "farspan.launch.stop_on_stdin", *words)
+            words = module_command(host_python(host), "farspan.launch.stop_on_stdin", *words)
             first_input = f"{secret or ''}\n".encode()
         elif secret is not None:
-            words = ["env", f"{SECRET}={ON_STDIN}", *words]
+            words = ["env", f"{SECRET_VARIABLE}={ON_STDIN}", *words]
             first_input = f"{secret}\n".encode()
         environment = dict(os.environ)
         if ranks:
-            environment[STARTING] = "1"
+            environment[STARTING_VARIABLE] = "1"
         environment.update(variables or {})
         # A session of its own: Ctrl-C reaches only the launcher, which passes it on once. It
         # inherits the run's lock, which holds as long as any worker lives, even without its
         # launcher.
         self._process = subprocess.Popen(
-            command(host, words, device=device),
+            host_command(host, words, device=device),
             bufsize=0,
             stdout=subprocess.PIPE if answers else log,
             stderr=log,
@@ -153,7 +153,7 @@ class HostProcess:
             start_new_session=True,
             pass_fds=[keep_open],
         )
-        self.say(first_input or b"")
+        self.write_input(first_input or b"")
 
     @property
     def pid(self) -> int:
@@ -169,10 +169,10 @@ class HostProcess:
 
     def signal(self, number: signal.Signals) -> None:
         if number == signal.SIGTERM:
-            self.say(STOP)
+            self.write_input(STOP)
         elif self._is_wrapped:
             # What runs there takes its client with it, unless nothing arrives any more.
-            self.say(KILL)
+            self.write_input(KILL)
             kill_client = threading.Timer(CLIENT_END_TIMEOUT_S, self._process.kill)
             kill_client.daemon = True
             kill_client.start()
@@ -186,7 +186,7 @@ class HostProcess:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def say(self, content: bytes) -> None:
+    def write_input(self, content: bytes) -> None:
         """Write to standard input, where there is one."""
         if self._process.stdin is not None:
             with suppress(BrokenPipeError):  # It has ended already.
@@ -200,4 +200,4 @@ def read_file(host: Host, path: Path) -> bytes | None:
     """Return a file of a host; None where there is none."""
     if host.folder is None:
         return path.read_bytes() if path.exists() else None
-    return ask(host, f"cat {quoted(path)}")
+    return ask_shell(host, f"cat {quote_path(path)}")

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import msgspec
 import ray
 
-from farspan.domain.cluster import GIVEN
+from farspan.domain.cluster import GIVEN_GPU_VARIABLE
 from farspan.domain.codec import load, save
 from farspan.domain.escapes import shell_word
 from farspan.domain.gpus import Gpu, Nvidia, is_kind
@@ -113,7 +113,7 @@ class RankActor:
         """Signal the worker, with `send_stop` after STOP on its standard input."""
         if self._process.poll() is None:
             if send_stop:
-                self._process.say(STOP)
+                self._process.write_input(STOP)
             os.kill(self._process.pid, number)
 
 
@@ -130,7 +130,7 @@ class Requests:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def join(address: str) -> None:
+def join_cluster(address: str) -> None:
     """Connect this process to a Ray cluster, from a folder in which no user keeps files."""
     if token := os.environ.get("RAY_AUTH_TOKEN_PATH"):
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(Path(token).absolute())
@@ -169,7 +169,7 @@ def nodes_of(job: Job) -> dict[str, str]:
         time.sleep(POLL_S)
 
 
-def run(job: Job, secret: str, requests: Requests) -> list[WorkerExit]:
+def run_workers(job: Job, secret: str, requests: Requests) -> list[WorkerExit]:
     """Run the workers; return how those ended that failed."""
     nodes = nodes_of(job)
     remote: Any = ray.remote(RankActor)
@@ -184,7 +184,7 @@ def run(job: Job, secret: str, requests: Requests) -> list[WorkerExit]:
         )
         created.append(actor_class.remote())
     spots = _place_actors(job, created)
-    order = takers(job, spots)
+    order = assign_actors(job, spots)
     actors = [created[k] for k in order]
     head = spots[order[0]]
     for rank, host in enumerate(job.ranks):
@@ -195,7 +195,7 @@ def run(job: Job, secret: str, requests: Requests) -> list[WorkerExit]:
         environment |= {"RANK": str(rank), "WORLD_SIZE": str(len(actors))}
         environment |= job.environment
         if spot.gpu is not None:  # The only one that the worker sees.
-            environment |= {"CUDA_VISIBLE_DEVICES": spot.gpu, GIVEN: "0"}
+            environment |= {"CUDA_VISIBLE_DEVICES": spot.gpu, GIVEN_GPU_VARIABLE: "0"}
         started = actors[rank].start.remote(job.folders[host], environment, secret)
         ray.get(started, timeout=JOIN_S)
 
@@ -205,7 +205,7 @@ def run(job: Job, secret: str, requests: Requests) -> list[WorkerExit]:
             actor.signal.remote(number, requests.stopped_on_stdin)
 
     signal.signal(signal.SIGTERM, end)
-    exits = watch(job, actors)
+    exits = watch_workers(job, actors)
     if requests.signalled and not requests.stopped_on_stdin:
         # This driver has passed a signal from elsewhere on to all.
         exits = [msgspec.structs.replace(each, code=-signal.SIGTERM) for each in exits]
@@ -230,7 +230,7 @@ def _place_actors(job: Job, actors: list[Any]) -> list[Spot]:
         ) from None
 
 
-def takers(job: Job, spots: Sequence[Spot]) -> list[int]:
+def assign_actors(job: Job, spots: Sequence[Spot]) -> list[int]:
     """Assign each rank an actor on its host. Ray chooses which actor gets which GPU: a rank
     takes the one with its planned GPU, else one with a GPU of that kind, else any."""
     chosen: dict[int, int] = {}
@@ -250,7 +250,7 @@ def takers(job: Job, spots: Sequence[Spot]) -> list[int]:
     return [chosen[rank] for rank in range(len(spots))]
 
 
-def watch(job: Job, actors: list[Any]) -> list[WorkerExit]:
+def watch_workers(job: Job, actors: list[Any]) -> list[WorkerExit]:
     """Return how workers ended, once all have or, after a failure, FAILURE_GRACE_S later: then the
     others are killed, and left out."""
     running = {actor.wait.remote(): rank for rank, actor in enumerate(actors)}
@@ -277,9 +277,9 @@ def watch(job: Job, actors: list[Any]) -> list[WorkerExit]:
     return exits
 
 
-def describe(address: str) -> list[Node]:
+def list_nodes(address: str) -> list[Node]:
     """List the nodes of a running cluster, the one that this process is on first."""
-    join(address)
+    join_cluster(address)
     own = ray.get_runtime_context().get_node_id()
     alive = [node for node in ray.nodes() if node["Alive"]]
     alive.sort(key=lambda node: (node["NodeID"] != own, node["NodeManagerAddress"]))
@@ -326,7 +326,7 @@ def _list_cards(nodes: list[str]) -> dict[str, tuple[Gpu, ...]]:
 
 def main() -> int:
     if sys.argv[1] == "describe":
-        nodes = describe(sys.argv[2])
+        nodes = list_nodes(sys.argv[2])
         sys.stdout.buffer.write(msgspec.json.encode(nodes))
         return 0
     if token := first_line().strip():
@@ -338,8 +338,8 @@ def main() -> int:
     problem = None
     exits = list[WorkerExit]()
     try:
-        join(job.address)
-        exits = run(job, secret, requests)
+        join_cluster(job.address)
+        exits = run_workers(job, secret, requests)
     except Refusal as refusal:
         problem = refusal.problem
     except (ray.exceptions.RayError, ConnectionError, RuntimeError) as error:

@@ -16,7 +16,7 @@ import time
 import psutil
 
 from farspan.domain.interpreter import module_command
-from farspan.launch.stop_on_stdin import run
+from farspan.launch.stop_on_stdin import run_command
 from farspan.launch.workers import POLL_S, SAVE_TIMEOUT_S
 
 
@@ -47,7 +47,7 @@ def main() -> int:
         options = ["start", "--block", f"--temp-dir={folder}", *sys.argv[1:]]
         words = module_command(sys.executable, "ray.scripts.scripts", *options)
         environment = {**os.environ, "RAY_AUTH_TOKEN": token}
-        return run(words, environment, first=let_workers_end)
+        return run_command(words, environment, first=let_workers_end)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.launch.checkpoint_mirror import CheckpointMirror, FlawOf
-from farspan.launch.hosts import ask, quoted, started
+from farspan.launch.hosts import ask_shell, quote_path, start_shell
 from farspan.launch.processes import run_folder
 
 #: Events are asked for this often; a question takes a process, and over ssh a connection.
@@ -63,7 +63,7 @@ class RemoteRun:
         corpus = corpora / find.sent_name(self._plan.inputs.corpus)
         if not self._has_corpus(corpus):
             self._send_corpus(corpus)
-        if self._ask(f"cat {quoted(self._there.plan)}") is None:
+        if self._ask(f"cat {quote_path(self._there.plan)}") is None:
             sent = [
                 here.corpus,
                 here.tokenizer,
@@ -90,7 +90,7 @@ class RemoteRun:
         the sizes that this gives."""
         files = " ".join(["corpus.json", *TOKEN_FILES])
         sizes = "; ".join(f"wc -c < {name}" for name in TOKEN_FILES)
-        answer = self._ask(f"cd {quoted(corpus)} && ls {files} >&2 && ({sizes})")
+        answer = self._ask(f"cd {quote_path(corpus)} && ls {files} >&2 && ({sizes})")
         if answer is None:
             return False
         manifest = load(self._here.corpus, CorpusManifest)
@@ -101,7 +101,7 @@ class RemoteRun:
         corpus-damaged, host-unreachable)."""
         folder = find.require_corpus(self._here, self._plan.inputs.corpus)
         manifest = load(folder / "corpus.json", CorpusManifest)
-        tokens.verify(folder, manifest, find.mending_command(self._here, folder))
+        tokens.verify_corpus(folder, manifest, find.mending_command(self._here, folder))
         # The manifest comes last: without it the folder counts as empty.
         files = [(folder / name, name) for name in (*TOKEN_FILES, "corpus.json")]
         self._send_files(files, corpus)
@@ -112,7 +112,7 @@ class RemoteRun:
         step = self._here.newest_checkpoint()
         if step >= 0:
             path = self._here.checkpoints / f"step-{step:08d}"
-            manifest = quoted(self._there.checkpoints / path.name / "manifest.json")
+            manifest = quote_path(self._there.checkpoints / path.name / "manifest.json")
             if self._ask(f"cat {manifest}") != (path / "manifest.json").read_bytes():
                 self._send_files([(path, f"{path.parent.name}/{path.name}")], self._there.path)
 
@@ -138,7 +138,7 @@ class RemoteRun:
         if not now and time.monotonic() - self._asked_at < PULL_S:
             return
         self._asked_at = time.monotonic()
-        events = quoted(self._there.events)
+        events = quote_path(self._there.events)
         new = self._ask(f"tail -c +{self._pulled + 1} {events} | head -c {MAX_EVENT_BYTES}") or b""
         # Whole lines only: one that a killed worker leaves unfinished is cut there by the next.
         whole = new[: new.rfind(b"\n") + 1]
@@ -153,7 +153,7 @@ class RemoteRun:
         self.mirror.copy_missing()
 
     def _ask(self, text: str) -> bytes | None:
-        return ask(self._host, text, ANSWER_S, MAX_EVENT_BYTES)
+        return ask_shell(self._host, text, ANSWER_S, MAX_EVENT_BYTES)
 
     def _send_files(
         self,
@@ -161,9 +161,11 @@ class RemoteRun:
         folder: Path,
         contents: dict[str, bytes] | None = None,
     ) -> None:
-        where = quoted(folder)
+        where = quote_path(folder)
         script = f"umask 077 && mkdir -p {where}/logs && tar -xf - -C {where}"
-        with started(self._host, script, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        with start_shell(
+            self._host, script, stdin=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as process:
             assert process.stdin is not None and process.stderr is not None
             try:
                 with process.stdin:

@@ -17,13 +17,13 @@ from farspan.domain.problems import Refusal
 from farspan.launch.agent import free_ports
 from farspan.launch.examine import (
     HostPath,
-    address,
-    agents,
-    reach,
+    host_address,
+    probe_path,
     require_reached,
+    start_agents,
     unreachable_link,
 )
-from farspan.launch.findings import PRIVATE
+from farspan.launch.findings import PRIVATE_INTERFACE
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +37,7 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     interfaces: dict[str, str] = {}
 
 
-def arrange(hosts: Sequence[Host]) -> Rendezvous:
+def arrange_rendezvous(hosts: Sequence[Host]) -> Rendezvous:
     """Find a free port where all hosts (the first is rank 0's) can meet. Raises Refusal
     (host-unreachable)."""
     where = "127.0.0.1"
@@ -45,16 +45,18 @@ def arrange(hosts: Sequence[Host]) -> Rendezvous:
     if len(hosts) == 1 and hosts[0].enter == ():
         port, torchrun_port = free_ports(2)["ports"]
     else:
-        with agents(hosts) as (reached, unreachable):
+        with start_agents(hosts) as (reached, unreachable):
             for problem in unreachable.values():
                 raise Refusal.of(problem)
             first, *others = (reached[host.name] for host in hosts)
             port, torchrun_port = first.ask("free_ports", count=2)["ports"]
             if others:
-                where = address(first.host)
+                where = host_address(first.host)
                 pairs = [(agent, first) for agent in others]
                 for a, b in (*pairs, (first, others[0])):
-                    interfaces[a.host.name] = interface(a.host, b.host, reach(a, b, pings=1))
+                    interfaces[a.host.name] = interface_towards(
+                        a.host, b.host, probe_path(a, b, pings=1)
+                    )
     return Rendezvous(
         address=where,
         port=port,
@@ -64,7 +66,7 @@ def arrange(hosts: Sequence[Host]) -> Rendezvous:
     )
 
 
-def interface(a: Host, b: Host, path: HostPath) -> str:
+def interface_towards(a: Host, b: Host, path: HostPath) -> str:
     """Return the interface of `a` towards `b`, which must have answered. Raises Refusal
     (host-unreachable)."""
     require_reached(path)
@@ -77,11 +79,11 @@ def interface(a: Host, b: Host, path: HostPath) -> str:
             where=f"link {a.name} -> {b.name}",
             fact=(
                 "no interface that can be seen there has the address that its packets to "
-                f"{address(b)} leave by"
+                f"{host_address(b)} leave by"
             ),
             remedy=f"set interface: of {shell_word(a.name)} in the cluster file",
         )
-    if PRIVATE.match(name):
+    if PRIVATE_INTERFACE.match(name):
         fact = f"it would use the interface {name}, which only that machine sees"
         raise unreachable_link(a.name, b.name, fact)
     return name

@@ -25,7 +25,7 @@ from farspan.domain.interpreter import module_command
 from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan
 from farspan.domain.run import SPARE_ASKED, SPARE_READY, RunFolder, SpareTask
-from farspan.launch.hosts import by_client, interpreter
+from farspan.launch.hosts import by_client, host_python
 from farspan.launch.processes import HostProcess, with_environment, worker_environment
 
 #: Memory that a spare takes, by rough measurement; they are started where there are twice as many
@@ -53,7 +53,7 @@ class SpareProcess(HostProcess):
     """Waits on its host for a device; then it is the worker of a rank."""
 
     def __init__(self, host: Host, seat: Seat, log: Path, keep_open: int) -> None:
-        words = module_command(interpreter(host), "farspan.runtime.spare")
+        words = module_command(host_python(host), "farspan.runtime.spare")
         words = with_environment(worker_environment(seat.threads), words)
         with open_own(log, "ab") as file:
             super().__init__(
@@ -70,7 +70,7 @@ class SpareProcess(HostProcess):
 
     def is_ready(self) -> bool:
         """Ask it, once, and wait for the answer. False where it has ended or stands still."""
-        self.say(SPARE_ASKED)
+        self.write_input(SPARE_ASKED)
         answer = b""
         computed_s = -1.0
         began = time.monotonic()
@@ -116,7 +116,7 @@ class SpareProcess(HostProcess):
         self._stops_by_input = False
         self._answers.close()
         content = msgspec.json.encode(task)
-        self.say(content + f"\n{secret}\n".encode())
+        self.write_input(content + f"\n{secret}\n".encode())
 
 
 class Spares:

@@ -24,7 +24,7 @@ from contextlib import suppress
 
 import psutil
 
-from farspan.domain.run import SECRET
+from farspan.domain.run import SECRET_VARIABLE
 from farspan.domain.standard_input import KILL, LED, STOP, first_line
 
 #: Of Linux's prctl.h: the signal that a process gets when its parent ends; whether a process adopts
@@ -51,7 +51,7 @@ def follow_input(
     threading.Thread(target=read_input, daemon=True).start()
 
 
-def run(
+def run_command(
     words: Sequence[str],
     environment: Mapping[str, str] | None = None,
     *,
@@ -120,5 +120,5 @@ def run(
 
 
 if __name__ == "__main__":
-    led = {**os.environ, SECRET: first_line(), LED: "1"}
-    raise SystemExit(run(sys.argv[1:], led, leads=True))
+    led = {**os.environ, SECRET_VARIABLE: first_line(), LED: "1"}
+    raise SystemExit(run_command(sys.argv[1:], led, leads=True))

@@ -18,12 +18,12 @@ from farspan import models
 from farspan.domain.cluster import Cluster, Host
 from farspan.domain.codec import save
 from farspan.domain.corpus import TOKEN_FILES
-from farspan.domain.engine import engine
-from farspan.domain.model import parameters
+from farspan.domain.engine import load_engine
+from farspan.domain.model import count_parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.results import (
-    COMPUTE,
+    COMPUTE_SPANS,
     IN_STEP,
     Event,
     Started,
@@ -35,8 +35,8 @@ from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.trial import Trial
 from farspan.domain.units import counted
 from farspan.estimate.price import estimate
-from farspan.launch.hosts import ask, quoted
-from farspan.launch.launchers import launch
+from farspan.launch.hosts import ask_shell, quote_path
+from farspan.launch.launchers import launch_workers
 from farspan.launch.processes import run_folder
 from farspan.launch.workers import Workers
 from farspan.semantics.identity import plan_key
@@ -75,7 +75,7 @@ def steps_for(step_s: float, seconds: float = 5.0) -> int:
     return max(3, min(20, round(seconds / step_s)))
 
 
-def limits(plan: Plan, cluster: Cluster, step_s: float, steps: int) -> Limits:
+def trial_limits(plan: Plan, cluster: Cluster, step_s: float, steps: int) -> Limits:
     """Return what a trial of a plan whose step is predicted may take."""
     seconds = predicted_s(plan, cluster, step_s, steps)
     return Limits(steps=steps, deadline_s=FIRST_S + LATE * seconds)
@@ -88,16 +88,16 @@ def predicted_s(
     synchronize far more often than in the run."""
     if plan.sync is None:
         return (warmup + steps) * step_s
-    short = shortened(plan, steps, warmup)
+    short = shorten_plan(plan, steps, warmup)
     graph = models.graph(plan.model)
-    predicted = estimate(short, graph, cluster, engine(plan.engine))
+    predicted = estimate(short, graph, cluster, load_engine(plan.engine))
     return short.train.steps * max(step_s, predicted.step_s)
 
 
 def start_s(plan: Plan, cluster: Cluster, corpus: Path) -> float:
     """Return the seconds that workers may take until they train: they start and meet, hosts that
     share no disk are sent the corpus, and state is made."""
-    state_bytes = STATE_BYTES * parameters(plan.model)
+    state_bytes = STATE_BYTES * count_parameters(plan.model)
     files = [corpus / name for name in TOKEN_FILES]
     corpus_bytes = sum(path.stat().st_size for path in files if path.exists())
     sent_bytes = len(_far_hosts(plan, cluster)) * corpus_bytes
@@ -110,7 +110,7 @@ def _far_hosts(plan: Plan, cluster: Cluster) -> list[Host]:
     return [host for host in cluster.hosts if host.name in used and host.folder is not None]
 
 
-def shortened(plan: Plan, steps: int, warmup: int = WARMUP) -> Plan:
+def shorten_plan(plan: Plan, steps: int, warmup: int = WARMUP) -> Plan:
     """Shorten the plan to `steps` timed steps: nothing is validated or saved before its end, and
     replicas synchronize often."""
     sync = plan.sync
@@ -130,10 +130,10 @@ def shortened(plan: Plan, steps: int, warmup: int = WARMUP) -> Plan:
     return msgspec.structs.replace(plan, train=train, sync=sync)
 
 
-def trial(plan: Plan, corpus: Path, cluster: Cluster, launcher: str, within: Limits) -> Trial:
+def run_trial(plan: Plan, corpus: Path, cluster: Cluster, launcher: str, within: Limits) -> Trial:
     """Run a plan on a prepared corpus; what it dies of is in the Trial. Raises Refusal
     (interrupted) alone."""
-    short = shortened(plan, within.steps, within.warmup)
+    short = shorten_plan(plan, within.steps, within.warmup)
     began = time.monotonic()
     key = plan_key(plan)
     with tempfile.TemporaryDirectory(prefix="farspan-trial-") as folder:
@@ -148,7 +148,7 @@ def trial(plan: Plan, corpus: Path, cluster: Cluster, launcher: str, within: Lim
                 raise
         finally:
             for host in _far_hosts(plan, cluster):
-                ask(host, f"rm -rf {quoted(run_folder(host, short, run).path)}")
+                ask_shell(host, f"rm -rf {quote_path(run_folder(host, short, run).path)}")
         records = _read_records(run, len(plan.devices))
     environment = None
     for event in records.get(0, ()):
@@ -165,20 +165,20 @@ def trial(plan: Plan, corpus: Path, cluster: Cluster, launcher: str, within: Lim
             environment=environment,
             took_s=time.monotonic() - began,
         )
-    step_s, seconds = timed(plan, short, ends, within.warmup)
+    step_s, seconds = step_times(plan, short, ends, within.warmup)
     return Trial(
         plan=key,
         status="ok",
         step_s=step_s,
         steps=seconds,
-        compute_s=computing(records, plan),
-        memory_bytes=peaks(records),
+        compute_s=compute_seconds(records, plan),
+        memory_bytes=peak_memory(records),
         environment=environment,
         took_s=time.monotonic() - began,
     )
 
 
-def timed(
+def step_times(
     plan: Plan, short: Plan, ends: Sequence[float], warmup: int = WARMUP
 ) -> tuple[float, tuple[float, ...]]:
     """Return the seconds of a step of the plan, and all that were timed, from when each step of the
@@ -206,7 +206,10 @@ def _run_steps(
     tried. Raises Refusal."""
     wanted = plan.train.steps - 1
     ends = list[float]()
-    with launch(launcher, plan, run, cluster) as workers, Deadline(workers, starting_s) as deadline:
+    with (
+        launch_workers(launcher, plan, run, cluster) as workers,
+        Deadline(workers, starting_s) as deadline,
+    ):
         workers.fetches = False
         try:
             for event in workers:
@@ -291,7 +294,7 @@ def _read_records(run: RunFolder, world: int) -> dict[int, list[Event]]:
     return records
 
 
-def peaks(records: Mapping[int, Sequence[Event]]) -> dict[int, int]:
+def peak_memory(records: Mapping[int, Sequence[Event]]) -> dict[int, int]:
     """Return the most bytes that each rank reported to hold."""
     peak_bytes = {}
     for rank, events in records.items():
@@ -301,14 +304,14 @@ def peaks(records: Mapping[int, Sequence[Event]]) -> dict[int, int]:
     return peak_bytes
 
 
-def computing(records: Mapping[int, Sequence[Event]], plan: Plan) -> dict[int, float]:
+def compute_seconds(records: Mapping[int, Sequence[Event]], plan: Plan) -> dict[int, float]:
     """Return the seconds of each rank's passes and update in the quickest step that it traced."""
     seconds = dict[int, float]()
     for rank, events in records.items():
         traced = [event for event in events if isinstance(event, Traced)]
         if plan.devices[rank].backend in IN_STEP:
             for step in traced:
-                spans = [span for span in step.spans if span.kind in COMPUTE]
+                spans = [span for span in step.spans if span.kind in COMPUTE_SPANS]
                 step_s = sum(span.end - span.start for span in spans)
                 seconds[rank] = min(step_s, seconds.get(rank, step_s))
     return seconds

@@ -24,13 +24,13 @@ from farspan.domain.escapes import shell_line
 from farspan.domain.problems import Refusal
 from farspan.domain.problems import command as farspan
 from farspan.domain.run import RunFolder, RunRecord
-from farspan.launch.hosts import command, interpreter
+from farspan.launch.hosts import host_command, host_python
 
 #: Hosts whose commands, and links, that a refusal prints.
 MAX_SHOWN = 4
 
 
-def seal(run: RunFolder) -> None:
+def seal_run(run: RunFolder) -> None:
     """Mark a run folder as made, or looked at, by this user on this machine."""
     try:
         write_atomically(run.seal, _sign_run(run))
@@ -45,10 +45,10 @@ def save_record(run: RunFolder, record: RunRecord) -> None:
     sealed = _is_sealed(run)
     save(record, run.record)
     if sealed:
-        seal(run)
+        seal_run(run)
 
 
-def require(run: RunFolder) -> None:
+def require_trusted(run: RunFolder) -> None:
     """Refuse a run that somebody else may have made, if it starts commands or holds links.
 
     Raises Refusal (run-untrusted).
@@ -124,9 +124,9 @@ def _list_commands(run: RunFolder) -> list[str]:
     launcher = load(run.record, RunRecord).launcher
     commands = [f"a launcher, {launcher}"] if ":" in launcher else []
     for host in cluster.hosts:
-        python = [interpreter(host)]
+        python = [host_python(host)]
         for device in (None, *range(len(host.devices))):
-            words = command(host, python, device=device)
+            words = host_command(host, python, device=device)
             if words != python or host.enter != ():
                 commands.append(shell_line(*words))
     return list(dict.fromkeys(commands))

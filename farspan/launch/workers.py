@@ -19,24 +19,24 @@ import msgspec
 from farspan.domain.cluster import Cluster, Host
 from farspan.domain.clusterfile import REMOTE_FOLDER
 from farspan.domain.codec import cut_unfinished_line, write_atomically
-from farspan.domain.epoch import EPOCH, Epoch
+from farspan.domain.epoch import EPOCH_VARIABLE, Epoch
 from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan, PlannedDevice
 from farspan.domain.problems import Refusal
 from farspan.domain.results import (
-    STOPPED,
+    STOP_REASONS,
     Event,
     Finished,
     Saved,
     Validated,
     Warned,
-    decoded,
+    decode_events,
 )
-from farspan.domain.run import HOME, RunFolder
+from farspan.domain.run import HOME_VARIABLE, RunFolder
 from farspan.domain.worker_exit import WorkerExit
 from farspan.launch.checkpoint_mirror import FlawOf
 from farspan.launch.exits import ExitReader, cause_of
-from farspan.launch.hosts import ask, quoted
+from farspan.launch.hosts import ask_shell, quote_path
 from farspan.launch.lease import Lease
 from farspan.launch.processes import Process, read_file, run_folder
 from farspan.launch.remote_run import RemoteRun
@@ -61,7 +61,7 @@ SERVICE_TIMEOUT_S = 30.0
 RECORDS = ("problem", "group")
 
 
-class Held(NamedTuple):
+class SupervisorState(NamedTuple):
     """What a start of a run needs of its supervisor."""
 
     lease: Lease
@@ -94,7 +94,7 @@ class Workers(ABC):
         run: RunFolder,
         cluster: Cluster,
         argument: str = "",
-        held: Held | None = None,
+        held: SupervisorState | None = None,
     ) -> None:
         self.plan = plan
         self.run = run
@@ -131,7 +131,7 @@ class Workers(ABC):
         self._ends_lease = held is None
         if held is None:
             lease = Lease(run)
-            held = Held(lease, lease.begin(), Spares())
+            held = SupervisorState(lease, lease.begin(), Spares())
         self._state = held
         for kind in RECORDS:
             for stale in run.logs.glob(f"rank-*.{kind}.json"):
@@ -179,14 +179,14 @@ class Workers(ABC):
     def _remove_stale_records(self, host: Host) -> None:
         """Remove what workers of an earlier start wrote on a host with a disk of its own: this
         start's may write nothing."""
-        logs = quoted(run_folder(host, self.plan, self.run).logs)
+        logs = quote_path(run_folder(host, self.plan, self.run).logs)
         stale = " ".join(f"{logs}/rank-*.{kind}.json" for kind in RECORDS)
         script = f"rm -f {stale}"
         # Earlier versions left the text there readable for all.
         if host.folder == REMOTE_FOLDER:
-            script = f"chmod -f 700 {quoted(Path(REMOTE_FOLDER))}; {script}"
+            script = f"chmod -f 700 {quote_path(Path(REMOTE_FOLDER))}; {script}"
         # A host that cannot be entered is refused when workers are started there.
-        ask(host, script)
+        ask_shell(host, script)
 
     @property
     def keep_open(self) -> int:
@@ -199,7 +199,7 @@ class Workers(ABC):
         are of."""
         home = str(self.run.path.absolute())
         epoch = msgspec.json.encode(self._state.epoch)
-        return {HOME: home, EPOCH: epoch.decode()}
+        return {HOME_VARIABLE: home, EPOCH_VARIABLE: epoch.decode()}
 
     def ranks_on(self, host: Host) -> tuple[int, ...]:
         devices = enumerate(self.plan.devices)
@@ -248,7 +248,7 @@ class Workers(ABC):
                 # Before the last event of the run, which a warning is not.
                 for message in self._remote.mirror.warnings():
                     yield Warned(at=time.time(), message=message)
-            for event in decoded(lines, self.run.events):
+            for event in decode_events(lines, self.run.events):
                 self._finished = event if isinstance(event, Finished) else None
                 if isinstance(event, Validated) and event.best:
                     self._new_best = True
@@ -341,7 +341,7 @@ class Workers(ABC):
     @property
     def stopped(self) -> bool:
         """Whether workers have saved and ended between two steps."""
-        return self._finished is not None and self._finished.reason in STOPPED
+        return self._finished is not None and self._finished.reason in STOP_REASONS
 
     def failures(self, process: Process) -> list[WorkerExit]:
         """Return the exits of a failed process's workers that failed, as seen from outside."""

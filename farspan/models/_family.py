@@ -39,7 +39,7 @@ class TensorMap(msgspec.Struct, frozen=True, kw_only=True):
     transpose: bool = False
 
 
-def linear(
+def map_linear(
     spec: ModelSpec,
     ours: str,
     theirs: tuple[str, ...],
@@ -56,16 +56,16 @@ def linear(
     return maps
 
 
-def norm(spec: ModelSpec, ours: str, theirs: str) -> list[TensorMap]:
+def map_norm(spec: ModelSpec, ours: str, theirs: str) -> list[TensorMap]:
     """Map one norm: its weight, and for LayerNorm its bias."""
-    maps = [table(ours, theirs, spec.d_model)]
+    maps = [map_weight(ours, theirs, spec.d_model)]
     if spec.norm == "layernorm":
         rows = (spec.d_model,)
         maps.append(TensorMap(ours=f"{ours}.bias", theirs=(f"{theirs}.bias",), rows=rows))
     return maps
 
 
-def table(ours: str, theirs: str, rows: int) -> TensorMap:
+def map_weight(ours: str, theirs: str, rows: int) -> TensorMap:
     """Map one weight without bias: an embedding, a norm's gain, or the untied head."""
     weight = f"{theirs}.weight"
     return TensorMap(ours=f"{ours}.weight", theirs=(weight,), rows=(rows,))
@@ -98,16 +98,16 @@ def decoder_tensors(
             ours = f"blocks.{i}.{part}"
             theirs = tuple(f"{layers}.{i}.{module}" for module in parts_theirs)
             if part in matrix_rows:
-                maps += linear(spec, ours, theirs, matrix_rows[part], transpose=transpose)
+                maps += map_linear(spec, ours, theirs, matrix_rows[part], transpose=transpose)
             else:
-                maps += norm(spec, ours, *theirs)
-    maps += norm(spec, "norm", final_norm)
+                maps += map_norm(spec, ours, *theirs)
+    maps += map_norm(spec, "norm", final_norm)
     if not spec.tied:
-        maps.append(table("head", "lm_head", spec.vocab_size))
+        maps.append(map_weight("head", "lm_head", spec.vocab_size))
     return tuple(maps)
 
 
-def unsupported(key: str, value: object, fits: str) -> Refusal:
+def refuse_unsupported(key: str, value: object, fits: str) -> Refusal:
     """Build the refusal of a config.json whose model farspan cannot compute exactly."""
     return Refusal(
         "model-unsupported",
@@ -118,15 +118,15 @@ def unsupported(key: str, value: object, fits: str) -> Refusal:
     )
 
 
-def demand(config: Config, key: str, allowed: tuple[object, ...]) -> None:
+def require_value(config: Config, key: str, allowed: tuple[object, ...]) -> None:
     """Refuse a config whose `key` is set to anything but the values allowed. `allowed[0]` is the
     default."""
     value = config.get(key, allowed[0])
     if value not in allowed:
-        raise unsupported(key, value, f"{key} in {list(allowed)}")
+        raise refuse_unsupported(key, value, f"{key} in {list(allowed)}")
 
 
-def require(config: Config, key: str) -> Any:
+def require_key(config: Config, key: str) -> Any:
     """Return the value of a key that config.json must hold."""
     if key not in config:
         raise Refusal(

@@ -11,10 +11,10 @@ from farspan.models._family import (
     Preset,
     TensorMap,
     decoder_tensors,
-    demand,
-    require,
-    table,
-    unsupported,
+    map_weight,
+    refuse_unsupported,
+    require_key,
+    require_value,
 )
 
 ARCHITECTURES = ("GPT2LMHeadModel",)
@@ -132,18 +132,18 @@ def from_config(config: Config) -> ModelSpec:
     """Read the spec of a config.json; a Refusal names what farspan does not compute."""
     activation = config.get("activation_function", "gelu_new")
     if activation not in _ACTIVATIONS:
-        raise unsupported(
+        raise refuse_unsupported(
             "activation_function", activation, f"activation_function in {list(_ACTIVATIONS)}"
         )
-    demand(config, "scale_attn_weights", (True,))
-    demand(config, "scale_attn_by_inverse_layer_idx", (False,))
-    demand(config, "add_cross_attention", (False,))
-    d_model = require(config, "n_embd")
-    heads = require(config, "n_head")
-    layers = require(config, "n_layer")
+    require_value(config, "scale_attn_weights", (True,))
+    require_value(config, "scale_attn_by_inverse_layer_idx", (False,))
+    require_value(config, "add_cross_attention", (False,))
+    d_model = require_key(config, "n_embd")
+    heads = require_key(config, "n_head")
+    layers = require_key(config, "n_layer")
     d_ff = config.get("n_inner") or 4 * d_model
-    vocab_size = require(config, "vocab_size")
-    context = require(config, "n_positions")
+    vocab_size = require_key(config, "vocab_size")
+    context = require_key(config, "n_positions")
     return ModelSpec(
         family="gpt2",
         layers=layers,
@@ -164,8 +164,8 @@ def from_config(config: Config) -> ModelSpec:
 
 def tensors(spec: ModelSpec) -> tuple[TensorMap, ...]:
     """Every parameter of the model, with its Hugging Face tensors."""
-    tokens = table("tok", "transformer.wte", spec.vocab_size)
-    positions = table("pos", "transformer.wpe", spec.context)
+    tokens = map_weight("tok", "transformer.wte", spec.vocab_size)
+    positions = map_weight("pos", "transformer.wpe", spec.context)
     embeddings = (tokens, positions)
     return decoder_tensors(
         spec, embeddings, "transformer.h", MODULES, "transformer.ln_f", transpose=True

@@ -10,10 +10,10 @@ from farspan.models._family import (
     Preset,
     TensorMap,
     decoder_tensors,
-    demand,
-    require,
-    table,
-    unsupported,
+    map_weight,
+    refuse_unsupported,
+    require_key,
+    require_value,
 )
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
@@ -135,7 +135,7 @@ def _rope_theta(config: Config) -> float:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
-        raise unsupported(
+        raise refuse_unsupported(
             "rope_type", kind, "rotary positions without scaling (rope_type 'default')"
         )
     theta = rope.get("rope_theta", config.get("rope_theta"))
@@ -144,26 +144,26 @@ def _rope_theta(config: Config) -> float:
 
 def from_config(config: Config) -> ModelSpec:
     """Read the spec of a config.json; a Refusal names what farspan does not compute."""
-    demand(config, "hidden_act", ("silu", "swish"))
-    demand(config, "partial_rotary_factor", (1.0,))
-    d_model = require(config, "hidden_size")
-    heads = require(config, "num_attention_heads")
-    demand(config, "head_dim", (d_model // heads, None))
+    require_value(config, "hidden_act", ("silu", "swish"))
+    require_value(config, "partial_rotary_factor", (1.0,))
+    d_model = require_key(config, "hidden_size")
+    heads = require_key(config, "num_attention_heads")
+    require_value(config, "head_dim", (d_model // heads, None))
     bias = config.get("attention_bias", False)
     if config.get("mlp_bias", False) != bias:
-        raise unsupported(
+        raise refuse_unsupported(
             "attention_bias", bias, "biases in attention and MLP alike: attention_bias == mlp_bias"
         )
-    context = require(config, "max_position_embeddings")
+    context = require_key(config, "max_position_embeddings")
     window = config.get("sliding_window") if config.get("model_type") == "mistral" else None
     if window is not None and window < context:
-        raise unsupported(
+        raise refuse_unsupported(
             "sliding_window", window, f"full attention: a window of at least {context} positions"
         )
-    layers = require(config, "num_hidden_layers")
+    layers = require_key(config, "num_hidden_layers")
     kv_heads = config.get("num_key_value_heads") or heads
-    d_ff = require(config, "intermediate_size")
-    vocab_size = require(config, "vocab_size")
+    d_ff = require_key(config, "intermediate_size")
+    vocab_size = require_key(config, "vocab_size")
     return ModelSpec(
         family="llama",
         layers=layers,
@@ -185,5 +185,5 @@ def from_config(config: Config) -> ModelSpec:
 
 def tensors(spec: ModelSpec) -> tuple[TensorMap, ...]:
     """Every parameter of the model, with its Hugging Face tensors."""
-    tokens = table("tok", "model.embed_tokens", spec.vocab_size)
+    tokens = map_weight("tok", "model.embed_tokens", spec.vocab_size)
     return decoder_tensors(spec, (tokens,), "model.layers", MODULES, "model.norm")

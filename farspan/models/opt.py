@@ -10,9 +10,9 @@ from farspan.models._family import (
     Preset,
     TensorMap,
     decoder_tensors,
-    demand,
-    require,
-    table,
+    map_weight,
+    require_key,
+    require_value,
 )
 
 ARCHITECTURES = ("OPTForCausalLM",)
@@ -135,28 +135,28 @@ def to_config(spec: ModelSpec) -> Config:
 
 def from_config(config: Config) -> ModelSpec:
     """Read the spec of a config.json; a Refusal names what farspan does not compute."""
-    d_model = require(config, "hidden_size")
-    demand(config, "activation_function", ("relu",))
-    demand(config, "do_layer_norm_before", (True,))
-    demand(config, "enable_bias", (True,))
-    demand(config, "layer_norm_elementwise_affine", (True,))
-    demand(config, "word_embed_proj_dim", (d_model,))
+    d_model = require_key(config, "hidden_size")
+    require_value(config, "activation_function", ("relu",))
+    require_value(config, "do_layer_norm_before", (True,))
+    require_value(config, "enable_bias", (True,))
+    require_value(config, "layer_norm_elementwise_affine", (True,))
+    require_value(config, "word_embed_proj_dim", (d_model,))
     return shape(
         d_model=d_model,
-        layers=require(config, "num_hidden_layers"),
-        heads=require(config, "num_attention_heads"),
-        d_ff=require(config, "ffn_dim"),
-        vocab_size=require(config, "vocab_size"),
-        context=require(config, "max_position_embeddings"),
+        layers=require_key(config, "num_hidden_layers"),
+        heads=require_key(config, "num_attention_heads"),
+        d_ff=require_key(config, "ffn_dim"),
+        vocab_size=require_key(config, "vocab_size"),
+        context=require_key(config, "max_position_embeddings"),
         tied=config.get("tie_word_embeddings", True),
     )
 
 
 def tensors(spec: ModelSpec) -> tuple[TensorMap, ...]:
     """Every parameter of the model, with its Hugging Face tensors."""
-    tokens = table("tok", "model.decoder.embed_tokens", spec.vocab_size)
+    tokens = map_weight("tok", "model.decoder.embed_tokens", spec.vocab_size)
     rows = spec.context + spec.extra_positions
-    embeddings = (tokens, table("pos", "model.decoder.embed_positions", rows))
+    embeddings = (tokens, map_weight("pos", "model.decoder.embed_positions", rows))
     return decoder_tensors(
         spec, embeddings, "model.decoder.layers", MODULES, "model.decoder.final_layer_norm"
     )

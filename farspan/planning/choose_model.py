@@ -15,9 +15,9 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.escapes import key_word, shell_word, yaml_word
-from farspan.domain.model import ModelSpec, parameters
+from farspan.domain.model import ModelSpec, count_parameters
 from farspan.domain.problems import Refusal
-from farspan.domain.results import RESERVE
+from farspan.domain.results import OVERHEAD_SHARE
 from farspan.domain.units import format_bytes, format_count, format_seconds, parse_fraction
 from farspan.planning.quantities import (
     SIZES,
@@ -149,7 +149,7 @@ def _from_size(
         spec = _build_model(models.family(family).shape, **sizes, **knobs)
         return ChosenModel(model=spec, seq_len=context, origin=origin)
     spec = _build_model(shape_for, family=family, target=target, knobs=knobs, **sizes)
-    count = parameters(spec)
+    count = count_parameters(spec)
     key = "size" if asked.params is None else "model.params"
     size = config.size if asked.params is None else asked.params
     if size not in ("auto", *SIZES) and abs(count / target - 1) > TOLERANCE:
@@ -191,7 +191,7 @@ def _choose_parameters(
     if asked is not None:
         return asked, "run.yaml"
     budget = deadline_s(config, cluster)
-    seconds = (1 - RESERVE) * (budget or AUTO_RUN_S)
+    seconds = (1 - OVERHEAD_SHARE) * (budget or AUTO_RUN_S)
     epochs = min(config.train.epochs or FRESH_EPOCHS, FRESH_EPOCHS)
     tokens = epochs * corpus.train.tokens
     asked_count = config.train.tokens

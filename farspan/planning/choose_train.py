@@ -11,10 +11,10 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.escapes import key_word
-from farspan.domain.model import ModelSpec, parameters
+from farspan.domain.model import ModelSpec, count_parameters
 from farspan.domain.probe import ProbeResult
 from farspan.domain.problems import Refusal
-from farspan.domain.results import RESERVE
+from farspan.domain.results import OVERHEAD_SHARE
 from farspan.domain.train import Precision, TrainSpec
 from farspan.domain.units import counted, format_count, format_seconds
 from farspan.planning.choose_model import ChosenModel
@@ -27,7 +27,7 @@ from farspan.planning.quantities import (
     out_of_range,
     save_every_s,
 )
-from farspan.planning.recipe import applied, drafted_optimizer
+from farspan.planning.recipe import apply_recipe, drafted_optimizer
 from farspan.planning.size import FRESH_EPOCHS, SMALLEST, TOKENS_PER_PARAMETER, TOLERANCE
 
 #: A run's validations, and the share of its compute that they take, both about (forward is a
@@ -59,7 +59,7 @@ def batch_tokens(run_tokens: float) -> float:
     return max(FEWEST_BATCH_TOKENS, 0.58 * float(run_tokens**0.571))
 
 
-def draft(config: RunConfig, chosen: ChosenModel, workers: int) -> TrainSpec:
+def draft_training(config: RunConfig, chosen: ChosenModel, workers: int) -> TrainSpec:
     """Return what the probe trains to measure this model on one device: all that run.yaml settles
     by itself; `batch` is the sequences that the device is likely to get at a time."""
     asked = config.train
@@ -68,7 +68,7 @@ def draft(config: RunConfig, chosen: ChosenModel, workers: int) -> TrainSpec:
     if asked.batch.global_ is not None:
         rows = asked_rows(asked.batch.global_, seq_len) // workers
     batch = max(1, min(rows, MOST_PROBE_TOKENS // seq_len))
-    optimizer = drafted_optimizer(asked, parameters(chosen.model))
+    optimizer = drafted_optimizer(asked, count_parameters(chosen.model))
     attention = "sdpa" if asked.attention == "auto" else asked.attention
     return TrainSpec(
         steps=1,
@@ -102,7 +102,7 @@ def choose_train(
     precision, precision_from = _choose_precision(config, cluster, probe)
     speed = probe.speeds[precision]
     end_s = deadline_s(config, cluster)
-    seconds = math.inf if end_s is None else (1 - RESERVE) * end_s
+    seconds = math.inf if end_s is None else (1 - OVERHEAD_SHARE) * end_s
 
     # The batch goes by the run's tokens, which the tightest limit bounds.
     limits = _token_limits(config, chosen.model, corpus, timed=end_s is not None)
@@ -135,7 +135,7 @@ def choose_train(
         validate_tokens=validate_tokens,
         patience=patience,
     )
-    train, origin = applied(train, asked, chosen.model, epochs, step_tokens / workers)
+    train, origin = apply_recipe(train, asked, chosen.model, epochs, step_tokens / workers)
 
     patience_default = f"default: {PATIENCE} beyond {FRESH_EPOCHS} epochs"
     origin["train.steps"] = steps_from
@@ -175,7 +175,9 @@ def _token_limits(
     corpus_tokens = corpus.train.tokens
     limits: list[tuple[float, str]] = []
     if asked.tokens is not None:
-        limits.append((asked_tokens(asked.tokens, parameters(model)), "run.yaml: train.tokens"))
+        limits.append(
+            (asked_tokens(asked.tokens, count_parameters(model)), "run.yaml: train.tokens")
+        )
     if asked.epochs is not None:
         limits.append((asked.epochs * corpus_tokens, "run.yaml: train.epochs"))
     if limits:
@@ -183,7 +185,7 @@ def _token_limits(
     if timed:
         origin = f"default: {MOST_EPOCHS} epochs, before the budget ends"
         return [(MOST_EPOCHS * corpus_tokens, origin)]
-    tokens = min(TOKENS_PER_PARAMETER * parameters(model), FRESH_EPOCHS * corpus_tokens)
+    tokens = min(TOKENS_PER_PARAMETER * count_parameters(model), FRESH_EPOCHS * corpus_tokens)
     return [(tokens, "default: the fewer of 20 tokens a parameter and 4 epochs")]
 
 
@@ -285,7 +287,7 @@ def _validate_tokens(corpus: CorpusManifest, run_tokens: int, seq_len: int) -> i
 
 
 def _list_warnings(model: ModelSpec, corpus: CorpusManifest, train: TrainSpec) -> tuple[str, ...]:
-    count = parameters(model)
+    count = count_parameters(model)
     corpus_tokens = corpus.train.tokens
     seen = train.steps * train.tokens_per_step
     warnings = []

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from farspan.domain.cluster import Cluster
-from farspan.domain.model import parameters
+from farspan.domain.model import count_parameters
 from farspan.domain.plan import Plan
 from farspan.domain.results import Estimate
 from farspan.domain.units import (
@@ -19,7 +19,7 @@ from farspan.domain.units import (
     format_usd,
     short_time,
 )
-from farspan.domain.words import listed, stage_words
+from farspan.domain.words import join_counted, stage_words
 from farspan.estimate.traffic import between_sites, traffic
 from farspan.planning.why import costs_of
 
@@ -52,10 +52,10 @@ class PlanDifference(msgspec.Struct, frozen=True, kw_only=True):
     figures: tuple[DiffRow, ...]
 
 
-def difference(a: PlanSide, b: PlanSide, cluster: Cluster) -> PlanDifference:
+def compare_plans(a: PlanSide, b: PlanSide, cluster: Cluster) -> PlanDifference:
     """Compare two plans of one cluster."""
-    a_settings = configuration(a.plan, cluster)
-    b_settings = configuration(b.plan, cluster)
+    a_settings = describe_settings(a.plan, cluster)
+    b_settings = describe_settings(b.plan, cluster)
     differing = []
     same = []
     for setting in a_settings | b_settings:
@@ -69,11 +69,11 @@ def difference(a: PlanSide, b: PlanSide, cluster: Cluster) -> PlanDifference:
         names=(a.name, b.name),
         configuration=tuple(differing),
         same=tuple(same),
-        figures=figures(a, b, cluster),
+        figures=compare_figures(a, b, cluster),
     )
 
 
-def configuration(plan: Plan, cluster: Cluster) -> dict[str, str]:
+def describe_settings(plan: Plan, cluster: Cluster) -> dict[str, str]:
     """Describe a plan's settings, by name."""
     model = plan.model
     train = plan.train
@@ -88,8 +88,8 @@ def configuration(plan: Plan, cluster: Cluster) -> dict[str, str]:
     size = f"{train.batch} x {train.seq_len}, {train.precision}"
     settings = {
         "technique": plan.technique,
-        "devices": listed(devices),
-        "model": f"{model.family} of {format_count(parameters(model))} parameters",
+        "devices": join_counted(devices),
+        "model": f"{model.family} of {format_count(count_parameters(model))} parameters",
         "training": f"{counted(train.steps, 'step')} of {size}",
         "engine": plan.engine,
         "replicas": replicas,
@@ -103,11 +103,11 @@ def configuration(plan: Plan, cluster: Cluster) -> dict[str, str]:
         settings[f"microbatches{of}"] = microbatches
         for i, stage in enumerate(replica.stages, start=1):
             settings[f"stage {i}{of}"] = stage_words(stage, model.layers)
-            settings[f"rows of stage {i}{of}"] = listed([str(rows) for rows in stage.rows])
+            settings[f"rows of stage {i}{of}"] = join_counted([str(rows) for rows in stage.rows])
     return settings
 
 
-def figures(a: PlanSide, b: PlanSide, cluster: Cluster) -> tuple[DiffRow, ...]:
+def compare_figures(a: PlanSide, b: PlanSide, cluster: Cluster) -> tuple[DiffRow, ...]:
     """Return every figure of the estimates, and B's over A's. Time, dollars and energy are those of
     a ranking: to the loss of synchronous training, queues included; those of the run itself follow
     where they differ."""

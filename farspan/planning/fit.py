@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from farspan import models, techniques
 from farspan.domain.cluster import Cluster, Device, Host
 from farspan.domain.engine import Engine
-from farspan.domain.model import ModelSpec, parameters
+from farspan.domain.model import ModelSpec, count_parameters
 from farspan.domain.plan import Plan
 from farspan.domain.results import Estimate
 from farspan.domain.train import TrainSpec
@@ -30,7 +30,7 @@ from farspan.domain.units import format_bytes
 from farspan.estimate.price import price
 from farspan.planning.candidate import Candidate, Refused
 from farspan.planning.parts import ClusterPart, all_parts
-from farspan.planning.rank import candidate, host_bytes
+from farspan.planning.rank import host_bytes, price_technique
 from farspan.planning.ranking import used_ranks
 from farspan.planning.size import shape_for
 from farspan.techniques import Task
@@ -72,7 +72,7 @@ class Ground:
     @property
     def allowed(self) -> list[str]:
         """The techniques to use, quick ones first."""
-        allowed = self.allow or techniques.names()
+        allowed = self.allow or techniques.technique_names()
         quick = [name for name in QUICK if name in allowed]
         return quick + [name for name in allowed if name not in QUICK]
 
@@ -117,7 +117,9 @@ def model_ladder(ground: Ground, family: str, vocab_size: int, context: int) -> 
     def rung(index: int) -> Rung:
         model = shape(targets[index])
         train = ground.train_for(model, cluster)
-        return Rung(parameters(model), model, train, cluster, typed(targets[index]))
+        return Rung(
+            count_parameters(model), model, train, cluster, format_parameters(targets[index])
+        )
 
     return Ladder("model", len(targets), lambda index, devices: rung(index))
 
@@ -146,7 +148,7 @@ def memory_ladder(ground: Ground, model: ModelSpec) -> Ladder:
         if size >= LEAST_MEMORY:
             sizes.append(size)
     whole = Rung(0, model, ground.train_for(model, ground.cluster), ground.cluster)
-    return shrinking(whole, sizes, lambda device, size: size)
+    return shrink_devices(whole, sizes, lambda device, size: size)
 
 
 def scaled_ladder(rung: Rung) -> Ladder:
@@ -156,10 +158,14 @@ def scaled_ladder(rung: Rung) -> Ladder:
         permille = round(1000 * MOST_SCALE / (1 + MEMORY_STEP) ** i)
         if permille >= 1000:
             permilles.append(permille)
-    return shrinking(rung, permilles, lambda device, permille: device.memory * permille // 1000)
+    return shrink_devices(
+        rung, permilles, lambda device, permille: device.memory * permille // 1000
+    )
 
 
-def shrinking(rung: Rung, amounts: Sequence[int], memory: Callable[[Device, int], int]) -> Ladder:
+def shrink_devices(
+    rung: Rung, amounts: Sequence[int], memory: Callable[[Device, int], int]
+) -> Ladder:
     """Return the rung with each amount of memory in its devices."""
 
     @functools.cache
@@ -176,7 +182,7 @@ def holds_too_little(rung: Rung, engine: Engine, part: ClusterPart) -> bool:
     the part's devices hold."""
     devices = rung.cluster.devices
     capacity = sum(engine.fill * devices[place].memory for place in part.places)
-    return parameters(rung.model) * state_bytes_each(engine, rung.train) > capacity
+    return count_parameters(rung.model) * state_bytes_each(engine, rung.train) > capacity
 
 
 def state_bytes_each(engine: Engine, train: TrainSpec) -> int:
@@ -203,7 +209,7 @@ def three_digits(number: float) -> int:
     return int(round(number / scale) * scale)
 
 
-def typed(parameters: int) -> str:
+def format_parameters(parameters: int) -> str:
     """Return a count of parameters as `--model` takes it."""
     return f"{parameters / 1e9:.10g}B" if parameters >= 1e9 else f"{parameters / 1e6:.10g}M"
 
@@ -275,7 +281,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
         return {**msgspec.to_builtins(self), "limits": limits}
 
 
-def climb(ground: Ground, ladder: Ladder) -> Fit | None:
+def find_hardest_rung(ground: Ground, ladder: Ladder) -> Fit | None:
     """Return the hardest rung that any technique fits on any part, and what is lacking on the next;
     None where the first fits nowhere."""
     search = Search(ground, ladder)
@@ -377,7 +383,7 @@ class Search:
 
     def variants(self, task: Task, name: str, part: ClusterPart) -> Iterator[Candidate]:
         """Yield the plans of a technique that answer the question, if it has any."""
-        answer = candidate(task, part, name)
+        answer = price_technique(task, part, name)
         if isinstance(answer, Refused):
             return
         if self.ladder.asked == "batch":

@@ -86,7 +86,7 @@ def parallelism_of(plan: Plan) -> frozenset[str]:
     return frozenset(kinds)
 
 
-def learn(cluster: Cluster, seen: Sequence[Observation]) -> Learned:
+def learn_slowdowns(cluster: Cluster, seen: Sequence[Observation]) -> Learned:
     """Return the slowdowns that explain what was seen; the cluster itself without anything seen."""
     parts = sorted(parts_of(cluster, seen))
     if not parts:
@@ -100,7 +100,7 @@ def learn(cluster: Cluster, seen: Sequence[Observation]) -> Learned:
     def apply_slowdowns(x: Vector) -> Learned:
         slowdowns = {part: math.exp(value) for part, value in zip(parts, x, strict=True)}
         by_kind = {part.a: slowdowns[part] for part in parts if part.what == "parallelism"}
-        return Learned(with_paces(cluster, slowdowns), by_kind)
+        return Learned(with_slowdowns(cluster, slowdowns), by_kind)
 
     def predict(x: Vector) -> Vector:
         slowed = apply_slowdowns(x)
@@ -157,7 +157,7 @@ def parts_of(cluster: Cluster, seen: Sequence[Observation]) -> frozenset[Paced]:
     return frozenset(parts)
 
 
-def with_paces(cluster: Cluster, slowdowns: Mapping[Paced, float]) -> Cluster:
+def with_slowdowns(cluster: Cluster, slowdowns: Mapping[Paced, float]) -> Cluster:
     """Return the cluster whose parts take their slowdown times as long as they did."""
 
     def slow_down(host: Host, index: int) -> Device:

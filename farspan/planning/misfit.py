@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from farspan import models
 from farspan.domain.cluster import Cluster
-from farspan.domain.model import ModelSpec, parameters
+from farspan.domain.model import ModelSpec, count_parameters
 from farspan.domain.trial import Trial
 from farspan.planning.candidate import Candidate
 from farspan.planning.fit import (
@@ -24,14 +24,14 @@ from farspan.planning.fit import (
     Miss,
     Room,
     Rung,
-    climb,
+    find_hardest_rung,
     holds_too_little,
     model_ladder,
     nearest_miss,
 )
-from farspan.planning.parts import whole
-from farspan.planning.rank import candidate
-from farspan.planning.select import SelectionTask, held
+from farspan.planning.parts import whole_cluster
+from farspan.planning.rank import price_technique
+from farspan.planning.select import SelectionTask, limit_memory_by_ooms
 from farspan.techniques import Task
 
 #: Shorter sequences than this are not proposed.
@@ -61,18 +61,18 @@ class Misfit(msgspec.Struct, frozen=True, kw_only=True):
     times: int | None
 
 
-def misfit(ground: Ground, model: ModelSpec) -> Misfit | None:
+def explain_misfit(ground: Ground, model: ModelSpec) -> Misfit | None:
     """Explain why a model fits no part of the cluster; None where it does fit, or where memory is
     not what is lacking."""
     cluster = ground.cluster
     devices = len(cluster.devices)
-    rung = Rung(parameters(model), model, ground.train_for(model, cluster), cluster)
+    rung = Rung(count_parameters(model), model, ground.train_for(model, cluster), cluster)
 
     # The technique that lacks least.
     misses: dict[str, Miss] = {}
     for name in ground.allowed:
         if name in QUICK or devices <= MOST_SEARCHED:
-            miss = nearest_miss(ground, rung, name, whole(cluster))
+            miss = nearest_miss(ground, rung, name, whole_cluster(cluster))
             if miss is not None:
                 misses[name] = miss
     if not misses:
@@ -85,8 +85,10 @@ def misfit(ground: Ground, model: ModelSpec) -> Misfit | None:
         return None
 
     # What fits instead.
-    fit = climb(ground, model_ladder(ground, model.family, model.vocab_size, model.context))
-    smaller = fit.best if fit is not None and fit.best.amount < parameters(model) else None
+    fit = find_hardest_rung(
+        ground, model_ladder(ground, model.family, model.vocab_size, model.context)
+    )
+    smaller = fit.best if fit is not None and fit.best.amount < count_parameters(model) else None
     times = _enough_hosts(ground, model)
     return Misfit(
         technique=name,
@@ -105,11 +107,13 @@ def largest_tried(
     """Return the largest model of the family that fits by what plans showed that ran out of memory
     though they were predicted to fit (`held`); None where none that is smaller does."""
     out = [candidate for candidate, trial in tried if trial.status == "oom"]
-    less = held(cluster, asked.engine, out)
+    less = limit_memory_by_ooms(cluster, asked.engine, out)
     model = asked.model
     ground = Ground(less, asked.engine, lambda model, cluster: asked.train, asked.allow)
-    fit = climb(ground, model_ladder(ground, model.family, model.vocab_size, model.context))
-    return None if fit is None or fit.best.amount >= parameters(model) else fit.best
+    fit = find_hardest_rung(
+        ground, model_ladder(ground, model.family, model.vocab_size, model.context)
+    )
+    return None if fit is None or fit.best.amount >= count_parameters(model) else fit.best
 
 
 def _fits(ground: Ground, model: ModelSpec, cluster: Cluster, seq_len: int | None = None) -> bool:
@@ -117,10 +121,10 @@ def _fits(ground: Ground, model: ModelSpec, cluster: Cluster, seq_len: int | Non
     train = ground.train_for(model, cluster)
     if seq_len is not None:
         train = replace(train, seq_len=seq_len)
-    if holds_too_little(Rung(0, model, train, cluster), ground.engine, whole(cluster)):
+    if holds_too_little(Rung(0, model, train, cluster), ground.engine, whole_cluster(cluster)):
         return False
     task = Task(model, models.graph(model), cluster, train, ground.engine)
-    answers = (candidate(task, whole(cluster), name) for name in ground.allowed)
+    answers = (price_technique(task, whole_cluster(cluster), name) for name in ground.allowed)
     return any(isinstance(answer, Candidate) and answer.eligible for answer in answers)
 
 
@@ -141,13 +145,13 @@ def _enough_hosts(ground: Ground, model: ModelSpec) -> int | None:
     for times in TIMES:
         if times * len(ground.cluster.devices) > MOST_DEVICES:
             return None
-        cluster = multiplied(ground.cluster, times)
+        cluster = multiply_hosts(ground.cluster, times)
         if _fits(Ground(cluster, ground.engine, ground.train_for, allowed), model, cluster):
             return times
     return None
 
 
-def multiplied(cluster: Cluster, times: int) -> Cluster:
+def multiply_hosts(cluster: Cluster, times: int) -> Cluster:
     """Repeat every host in its site."""
     sites = []
     for site in cluster.sites:

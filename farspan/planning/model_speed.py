@@ -20,7 +20,7 @@ from farspan.estimate.price import estimate
 from farspan.techniques import Task, data
 
 
-def crowding(cluster: Cluster) -> float:
+def threads_per_core(cluster: Cluster) -> float:
     """Return the CPU workers' threads for each core of the fullest host, at least 1: that many
     share one core's speed."""
     most = 1.0
@@ -34,7 +34,7 @@ def crowding(cluster: Cluster) -> float:
 def step_seconds(rows: int, seq_len: int, speed: Speed, cluster: Cluster) -> float:
     """Return the seconds of a step in which the busiest worker reads `rows` sequences, from the
     speed of one worker alone."""
-    return rows * seq_len / speed.tokens_per_s * crowding(cluster)
+    return rows * seq_len / speed.tokens_per_s * threads_per_core(cluster)
 
 
 def hourly_price(cluster: Cluster) -> float | None:
@@ -70,7 +70,7 @@ def on_one_device(model: ModelSpec, train: TrainSpec, cluster: Cluster, engine: 
     return estimate(plan, graph, cluster, engine)
 
 
-def fitting(
+def fit_batch(
     model: ModelSpec, train: TrainSpec, cluster: Cluster, engine: Engine
 ) -> TrainSpec | Problem:
     """Return the training with the most of its sequences at a time that fit on the first device; or
@@ -81,7 +81,7 @@ def fitting(
     return replace(train, batch=drafted.replicas[0].micro_rows(0, 0))
 
 
-def predicted(
+def predict_probe(
     model: ModelSpec,
     train: TrainSpec,
     cluster: Cluster,
@@ -101,7 +101,7 @@ def predicted(
     return ProbeResult(rows=train.batch, seq_len=train.seq_len, speeds=speeds)
 
 
-def calibrated(
+def calibrate_cluster(
     cluster: Cluster, model: ModelSpec, train: TrainSpec, engine: Engine, probe: ProbeResult
 ) -> Cluster:
     """Return the cluster whose devices of the first one's kind keep the speed and the memory that a

@@ -10,7 +10,7 @@ from farspan.domain.trial import Trial
 from farspan.domain.units import counted, format_count, format_seconds, short_time
 from farspan.planning.candidate import Candidate
 from farspan.planning.misfit import largest_tried
-from farspan.planning.ranking import Ranking, called, verdict
+from farspan.planning.ranking import Ranking, candidate_name, describe_verdict
 from farspan.planning.select import Selection, SelectionTask
 
 ENDED = {
@@ -31,10 +31,10 @@ def trial_line(candidate: Candidate, trial: Trial) -> str:
         fact = f"{problem.what} ({problem.fact})" if problem else "no step was made"
         outcome = f"{status}: {fact}"
     kept = "" if trial.took_s else ", kept from an earlier trial"
-    return f"tried {called(candidate)}: {outcome}{kept}"
+    return f"tried {candidate_name(candidate)}: {outcome}{kept}"
 
 
-def why(selection: Selection) -> str:
+def explain_selection(selection: Selection) -> str:
     """Return the choice, the next plan, the number of trials, and why they ended."""
     ranking = selection.ranking
     tried = selection.tried
@@ -46,7 +46,7 @@ def why(selection: Selection) -> str:
     chosen = ranking.candidates[ranking.chosen]
     how = "measured" if chosen.trial is not None else "predicted"
     step = f"{short_time(chosen.estimate.step_s)} a step {how}"
-    sentences = [f"{called(chosen)} is chosen: {step}."]
+    sentences = [f"{candidate_name(chosen)} is chosen: {step}."]
 
     # The next plan: a tried one, unless no trial made a step.
     ran = any(trial.step_s is not None for _, trial in tried)
@@ -54,8 +54,8 @@ def why(selection: Selection) -> str:
         if rival is not chosen and rival.eligible and (rival.trial or not ran):
             step = short_time(rival.estimate.step_s)
             devices = counted(len(rival.places), "device")
-            difference = verdict(ranking, rival)
-            sentences.append(f"Next: {called(rival)}, {step} on {devices}, {difference}.")
+            difference = describe_verdict(ranking, rival)
+            sentences.append(f"Next: {candidate_name(rival)}, {step} on {devices}, {difference}.")
             break
     sentences.append(ending)
     return " ".join(sentences)
@@ -77,12 +77,12 @@ def nothing_runs(
         problem = Problem(
             code="out-of-memory" if short else "cannot-plan",
             what=f"of {plans} that were tried {failures}",
-            where=called(candidate),
+            where=candidate_name(candidate),
             fact=trial.problem.fact if trial.problem else "it made no step",
             remedy="farspan doctor --cluster, with the same cluster",
         )
     elif ran or ranking.candidates:
-        problem = unchosen((*ran, *ranking.candidates)[0])
+        problem = problem_of_unchosen((*ran, *ranking.candidates)[0])
     else:
         problems = [refused.problem for refused in ranking.refused]
         out = [problem for problem in problems if problem.code == "out-of-memory"]
@@ -103,7 +103,7 @@ def nothing_runs(
     return Refusal(problem.code, what=problem.what, where=problem.where, fact=fact, remedy=remedy)
 
 
-def unchosen(candidate: Candidate) -> Problem:
+def problem_of_unchosen(candidate: Candidate) -> Problem:
     """Return why a plan that fits is not run."""
     return Problem(
         code="cannot-plan",

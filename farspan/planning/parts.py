@@ -22,7 +22,7 @@ class ClusterPart(msgspec.Struct, frozen=True, kw_only=True):
     places: tuple[int, ...]
 
 
-def whole(cluster: Cluster) -> ClusterPart:
+def whole_cluster(cluster: Cluster) -> ClusterPart:
     """Return all devices."""
     return ClusterPart(name="all devices", places=tuple(range(len(cluster.devices))))
 

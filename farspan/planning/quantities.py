@@ -74,7 +74,7 @@ def given_or(value: object, otherwise: str) -> str:
     return otherwise if value is None or value == "auto" else "run.yaml"
 
 
-def positive(
+def parse_positive(
     parse: Callable[[Quantity], Number],
     value: Quantity,
     key: str,
@@ -108,7 +108,9 @@ def positive(
 def asked_parameters(config: RunConfig) -> int | None:
     """Return the parameters that `size` or `model.params` asks for; None for `auto`."""
     if config.model.params is not None:
-        return positive(parse_count, config.model.params, "model.params", "30M", within=PARAMETERS)
+        return parse_positive(
+            parse_count, config.model.params, "model.params", "30M", within=PARAMETERS
+        )
     size = str(config.size)
     if size == "auto" or size in SIZES:
         return SIZES.get(size)
@@ -118,7 +120,7 @@ def asked_parameters(config: RunConfig) -> int | None:
         raise out_of_range(
             "size", size, f"known: {', '.join(known)}, or parameters such as 30M", fix
         )
-    return positive(parse_count, size, "size", "30M", within=PARAMETERS)
+    return parse_positive(parse_count, size, "size", "30M", within=PARAMETERS)
 
 
 def asked_tokens(value: Quantity, parameters: int, key: str = "train.tokens") -> int:
@@ -126,8 +128,8 @@ def asked_tokens(value: Quantity, parameters: int, key: str = "train.tokens") ->
     `20x_params`."""
     example = "20x_params or 500M"
     if match := re.fullmatch(r"\s*([0-9.]+)\s*x[ _]?params\s*", str(value)):
-        return round(positive(float, match[1], key, example) * parameters)
-    return positive(parse_count, value, key, example)
+        return round(parse_positive(float, match[1], key, example) * parameters)
+    return parse_positive(parse_count, value, key, example)
 
 
 def asked_rows(
@@ -135,7 +137,7 @@ def asked_rows(
 ) -> int:
     """Return the sequences of a global batch: `256k tokens` (rounded to whole sequences),
     `32 sequences`, or bare `32`."""
-    count = positive(parse_count, value, key, "8k tokens or 32 sequences", file)
+    count = parse_positive(parse_count, value, key, "8k tokens or 32 sequences", file)
     if not str(value).strip().lower().endswith("tokens"):
         return count
     if count < seq_len:
@@ -150,16 +152,16 @@ def asked_rows(
 
 
 def save_every_s(config: RunConfig) -> float:
-    return positive(parse_duration, config.checkpoint.every, "checkpoint.every", "5m")
+    return parse_positive(parse_duration, config.checkpoint.every, "checkpoint.every", "5m")
 
 
 def fit_s(config: RunConfig) -> float:
-    return positive(parse_duration, config.index.time, "index.time", "5m")
+    return parse_positive(parse_duration, config.index.time, "index.time", "5m")
 
 
 def time_budget_s(config: RunConfig) -> float | None:
     time = config.budget.time
-    return None if time is None else positive(parse_duration, time, "budget.time", "1h")
+    return None if time is None else parse_positive(parse_duration, time, "budget.time", "1h")
 
 
 def deadline_s(config: RunConfig, cluster: Cluster) -> float | None:
@@ -185,13 +187,13 @@ def deadline_s(config: RunConfig, cluster: Cluster) -> float | None:
     return paid_for if seconds is None else min(seconds, paid_for)
 
 
-def check(config: RunConfig) -> None:
+def check_quantities(config: RunConfig) -> None:
     """Refuse what can be refused before any text is read: units, signs, shares, contradictions."""
     asked_parameters(config)
     save_every_s(config)
     time_budget_s(config)
     fit_s(config)
-    share = positive(
+    share = parse_positive(
         parse_fraction, config.data_config.val, "data.val", "5%", within=("0%", "100%")
     )
     if share > 0.5:

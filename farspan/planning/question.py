@@ -13,7 +13,7 @@ from farspan import models
 from farspan.domain.cluster import Cluster
 from farspan.domain.codec import load
 from farspan.domain.config import Quantity
-from farspan.domain.model import ModelSpec, parameters
+from farspan.domain.model import ModelSpec, count_parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.suggest import advise, known_names
@@ -27,7 +27,7 @@ from farspan.planning.quantities import (
     asked_rows,
     asked_tokens,
     out_of_range,
-    positive,
+    parse_positive,
     setting_remedy,
 )
 from farspan.planning.size import shape_for
@@ -64,7 +64,7 @@ def model_of(name: str, flag: str = "--model", file: str = "run.yaml") -> ModelS
     if name in known:
         return known[name].spec
     if name[:1].isdigit():
-        count = positive(parse_count, name, flag, "124M", file, PARAMETERS)
+        count = parse_positive(parse_count, name, flag, "124M", file, PARAMETERS)
         return shape_for(DEFAULT_FAMILY, count, vocab_size=VOCABULARY, context=CONTEXT, knobs={})
     flagged = flag.startswith("--")
     raise Refusal(
@@ -91,7 +91,7 @@ def train_of(question: Question, model: ModelSpec, cluster: Cluster, file: str =
         key = key_of("seq_len")
         fact = f"the model has {model.context} positions"
         raise out_of_range(key, seq_len, fact, setting_remedy(key, f"{model.context}"), file)
-    tokens = asked_tokens(question.tokens, parameters(model), "--tokens")
+    tokens = asked_tokens(question.tokens, count_parameters(model), "--tokens")
     devices = len(cluster.devices)
     if question.batch is not None:
         batch = asked_rows(question.batch, seq_len, key_of("batch"), file)

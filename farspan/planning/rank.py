@@ -10,7 +10,7 @@ import msgspec
 from farspan import models, techniques
 from farspan.domain.cluster import Cluster
 from farspan.domain.engine import Engine
-from farspan.domain.model import ModelSpec, parameters
+from farspan.domain.model import ModelSpec, count_parameters
 from farspan.domain.objective import TOLERANCE, Objective
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import Estimate
@@ -18,9 +18,9 @@ from farspan.domain.train import TrainSpec
 from farspan.estimate.loss import loss
 from farspan.estimate.price import price
 from farspan.planning.candidate import Candidate, Refused
-from farspan.planning.parts import ClusterPart, all_parts, whole
+from farspan.planning.parts import ClusterPart, all_parts, whole_cluster
 from farspan.planning.ranking import Ranking
-from farspan.planning.side_by_side import cores, side_by_side
+from farspan.planning.side_by_side import count_cores, side_by_side
 from farspan.techniques import Task
 
 #: From these devices on a ranking takes a second or more, which processes share.
@@ -30,7 +30,7 @@ MANY = 9
 NO_GAIN = 1e12
 
 
-def rank(
+def rank_plans(
     model: ModelSpec,
     cluster: Cluster,
     train: TrainSpec,
@@ -48,20 +48,20 @@ def rank(
     Raises Refusal for an unknown technique, or an objective in money where no price is known.
     """
     graph = models.graph(model)
-    allowed = tuple(allow) or techniques.names()
+    allowed = tuple(allow) or techniques.technique_names()
     memo: dict[object, object] = {}
 
     def plan_on(part: ClusterPart) -> _Answers:
         only = None if len(part.places) == len(cluster.devices) else part.places
         task = Task(model, graph, cluster, train, engine, corpus, only, memo)
-        answers = [candidate(task, part, name) for name in allowed]
+        answers = [price_technique(task, part, name) for name in allowed]
         return _Answers(
             priced=tuple(answer for answer in answers if isinstance(answer, Candidate)),
             refused=tuple(answer for answer in answers if isinstance(answer, Refused)),
         )
 
-    processes = cores() if len(cluster.devices) >= MANY else 1
-    tried_parts = all_parts(cluster) if parts else [whole(cluster)]
+    processes = count_cores() if len(cluster.devices) >= MANY else 1
+    tried_parts = all_parts(cluster) if parts else [whole_cluster(cluster)]
     priced: list[Candidate] = []
     refused: list[Refused] = []
     for answers in side_by_side(plan_on, tried_parts, processes, _Answers):
@@ -74,7 +74,7 @@ def rank(
     for answer in refused:
         if answer.technique not in planned:
             planless.setdefault(answer.technique, answer)
-    candidates, chosen = ordered(priced, objective, tolerance)
+    candidates, chosen = order_candidates(priced, objective, tolerance)
     return Ranking(
         model=model,
         cluster=cluster,
@@ -85,18 +85,18 @@ def rank(
     )
 
 
-def ordered(
+def order_candidates(
     candidates: Sequence[Candidate], objective: Objective, tolerance: float = TOLERANCE
 ) -> tuple[tuple[Candidate, ...], int | None]:
     """Return the candidates, best first, and the place of the one to choose."""
-    key = by(objective, candidates, tolerance)
+    key = objective_key(objective, candidates, tolerance)
     best_first = sorted(candidates, key=lambda each: (each.technique, each.places))
     best_first.sort(key=lambda candidate: (not candidate.eligible, key(candidate)))
     has_choice = best_first and best_first[0].eligible and key(best_first[0]) < math.inf
     return tuple(best_first), 0 if has_choice else None
 
 
-def candidate(task: Task, part: ClusterPart, name: str) -> Candidate | Refused:
+def price_technique(task: Task, part: ClusterPart, name: str) -> Candidate | Refused:
     """Price one technique's answer."""
     answer = techniques.plan(name, task)
     if isinstance(answer, Problem):
@@ -144,7 +144,7 @@ class _Answers(msgspec.Struct, frozen=True, kw_only=True):
     refused: tuple[Refused, ...]
 
 
-def by(
+def objective_key(
     objective: Objective, candidates: Sequence[Candidate], tolerance: float
 ) -> Callable[[Candidate], float]:
     """Return what the objective orders by; less is better."""
@@ -182,7 +182,7 @@ def _loss_per_dollar(candidate: Candidate) -> float:
     if usd is None:
         return math.inf
     model = candidate.plan.model
-    law_loss = loss(parameters(model), candidate.estimate.tokens_done)
+    law_loss = loss(count_parameters(model), candidate.estimate.tokens_done)
     gained = math.log(model.vocab_size) - law_loss
     spent = usd + 1e-9 * candidate.time_s
     # So few tokens that the law knows of no gain: by dollars, and after all that gain.

@@ -9,16 +9,16 @@ from collections.abc import Sequence
 import msgspec
 
 from farspan.domain.cluster import Cluster
-from farspan.domain.model import ModelSpec, parameters
+from farspan.domain.model import ModelSpec, count_parameters
 from farspan.domain.notebook import html_table
 from farspan.domain.objective import Objective
 from farspan.domain.plan import Plan
 from farspan.domain.units import counted, format_count, format_seconds, format_usd
-from farspan.domain.words import joined
+from farspan.domain.words import join_words
 from farspan.planning.candidate import Candidate, Refused
 
 #: Less of a difference than this is none: estimates are rounded to about as much.
-SAME = 0.001
+ROUNDING_NOISE = 0.001
 HEADS = (
     "#",
     "technique",
@@ -32,7 +32,7 @@ HEADS = (
     "verdict",
 )
 #: Columns that are aligned to the left.
-LEFT = {"technique", "where", "verdict"}
+LEFT_ALIGNED = {"technique", "where", "verdict"}
 
 
 class Ranking(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +50,7 @@ class Ranking(msgspec.Struct, frozen=True, kw_only=True):
         return f"<Ranking: {headline(self)}>"
 
     def _repr_html_(self) -> str:
-        return html(self)
+        return ranking_html(self)
 
     @property
     def listed(self) -> tuple[Candidate | Refused, ...]:
@@ -63,16 +63,16 @@ def by_money(ranking: Ranking) -> bool:
     return ranking.objective in ("cost", "loss_per_dollar")
 
 
-def factor(ranking: Ranking, candidate: Candidate, base: Candidate) -> float:
+def relative_cost(ranking: Ranking, candidate: Candidate, base: Candidate) -> float:
     """Return the time, or the dollars, of `candidate` over those of `base`."""
     if not by_money(ranking) or candidate.usd is None or not base.usd:
         return candidate.time_s / base.time_s
     return candidate.usd / base.usd
 
 
-def difference(value: float, words: tuple[str, str] = ("slower", "faster")) -> str:
+def format_difference(value: float, words: tuple[str, str] = ("slower", "faster")) -> str:
     """Return `24 % slower` of 1.24, `3.5 x slower` of 3.5, `10 % faster` of 0.9."""
-    if abs(value - 1) < SAME:
+    if abs(value - 1) < ROUNDING_NOISE:
         return "as fast" if words[0] == "slower" else "as cheap"
     word = words[value < 1]
     if value >= 10:
@@ -84,7 +84,7 @@ def difference(value: float, words: tuple[str, str] = ("slower", "faster")) -> s
     return f"{percent:.{digits}f} % {word}"
 
 
-def verdict(ranking: Ranking, candidate: Candidate | Refused) -> str:
+def describe_verdict(ranking: Ranking, candidate: Candidate | Refused) -> str:
     """Return a few words: chosen, how much slower (or costlier), or that there is no plan."""
     if isinstance(candidate, Refused):
         return "does not fit" if candidate.problem.code == "out-of-memory" else "no plan"
@@ -94,7 +94,7 @@ def verdict(ranking: Ranking, candidate: Candidate | Refused) -> str:
     if candidate is chosen:
         return "chosen"
     words = ("costlier", "cheaper") if by_money(ranking) else ("slower", "faster")
-    return difference(factor(ranking, candidate, chosen), words)
+    return format_difference(relative_cost(ranking, candidate, chosen), words)
 
 
 def refused_by_reason(ranking: Ranking) -> dict[str, list[Refused]]:
@@ -109,7 +109,7 @@ def refused_by_reason(ranking: Ranking) -> dict[str, list[Refused]]:
     return reasons
 
 
-def called(candidate: Candidate) -> str:
+def candidate_name(candidate: Candidate) -> str:
     """Write `zero2 on gat`."""
     return f"{candidate.technique} on {candidate.where}"
 
@@ -117,16 +117,16 @@ def called(candidate: Candidate) -> str:
 def devices_line(cluster: Cluster, places: Sequence[int]) -> str:
     """Write `2 rtx6000 and 2 t4`."""
     counts = Counter(cluster.devices[place].kind for place in places)
-    return joined([f"{count} {kind}" for kind, count in counts.items()])
+    return join_words([f"{count} {kind}" for kind, count in counts.items()])
 
 
-def bounds(candidate: Candidate) -> tuple[float, float]:
+def time_bounds_s(candidate: Candidate) -> tuple[float, float]:
     """Return the seconds between which `time_s` is predicted to lie, queues included."""
     low_s, high_s = candidate.estimate.equal_loss_interval_s
     return candidate.queue_s + low_s, candidate.queue_s + high_s
 
 
-def spent(candidate: Candidate) -> str:
+def format_spending(candidate: Candidate) -> str:
     """Write `free`, `$1.20`, or `?` where a device's price is unknown."""
     if candidate.usd is None:
         return "?"
@@ -135,7 +135,7 @@ def spent(candidate: Candidate) -> str:
 
 def time_line(candidate: Candidate) -> str:
     """Write `6 min 28 s (5 min 10 s to 8 min 00 s)`."""
-    low, high = (format_seconds(seconds) for seconds in bounds(candidate))
+    low, high = (format_seconds(seconds) for seconds in time_bounds_s(candidate))
     return f"{format_seconds(candidate.time_s)} ({low} to {high})"
 
 
@@ -163,25 +163,25 @@ def headline(ranking: Ranking) -> str:
     if ranking.chosen is None:
         return f"{plans}, none can be chosen"
     best = ranking.candidates[ranking.chosen]
-    return f"{plans}, best {called(best)}, {format_seconds(best.time_s)}"
+    return f"{plans}, best {candidate_name(best)}, {format_seconds(best.time_s)}"
 
 
-def html(ranking: Ranking) -> str:
+def ranking_html(ranking: Ranking) -> str:
     """Return a table of every candidate, and of the techniques that have no plan."""
     rows = [candidate_cells(ranking, place) for place in range(len(ranking.candidates))]
     blank = [""] * (len(HEADS) - 4)
     for refused in ranking.refused:
         rows.append(["", refused.technique, refused.where, *blank, refused.problem.what])
-    right = [place for place, head in enumerate(HEADS) if head not in LEFT]
+    right = [place for place, head in enumerate(HEADS) if head not in LEFT_ALIGNED]
     strong = [] if ranking.chosen is None else [ranking.chosen]
-    return html_table(HEADS, rows, caption=question(ranking), right=right, strong=strong)
+    return html_table(HEADS, rows, caption=describe_question(ranking), right=right, strong=strong)
 
 
-def question(ranking: Ranking) -> str:
+def describe_question(ranking: Ranking) -> str:
     """Write `gpt2, 24 layers x 1024, 355 M parameters; 16.8 M tokens ...; 4 a30 at gat`."""
     model = ranking.model
     cluster = ranking.cluster
-    size = format_count(parameters(model))
+    size = format_count(count_parameters(model))
     parts = [f"{model.family}, {model.layers} layers x {model.d_model}, {size} parameters"]
     if ranking.candidates:
         train = ranking.candidates[0].plan.train
@@ -189,7 +189,7 @@ def question(ranking: Ranking) -> str:
         step = f"{train.batch} x {train.seq_len}, {train.precision}"
         parts.append(f"{tokens} tokens in {counted(train.steps, 'step')} of {step}")
     devices = devices_line(cluster, range(len(cluster.devices)))
-    where = joined([site.name for site in cluster.sites])
+    where = join_words([site.name for site in cluster.sites])
     parts.append(f"{devices} at {where}")
     parts.append(f"best in {ranking.objective.replace('_', ' ')}")
     return "; ".join(parts)
@@ -218,7 +218,7 @@ def candidate_cells(ranking: Ranking, index: int) -> list[str]:
         if part.total / device.memory > used / capacity:
             used = part.total
             capacity = device.memory
-    low, high = (short_number(seconds / 60) for seconds in bounds(candidate))
+    low, high = (short_number(seconds / 60) for seconds in time_bounds_s(candidate))
     cells = [
         str(index + 1),
         candidate.technique + tried,
@@ -228,8 +228,8 @@ def candidate_cells(ranking: Ranking, index: int) -> list[str]:
         format_count(priced.tokens_per_s).replace(" ", ""),
         f"{priced.tflops_per_device:.3g}",
         f"{short_number(candidate.time_s / 60)} ({low}-{high})",
-        spent(candidate),
-        verdict(ranking, candidate),
+        format_spending(candidate),
+        describe_verdict(ranking, candidate),
     ]
     return cells
 

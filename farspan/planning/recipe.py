@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from farspan import models
 from farspan.domain.config import OptimizerKind, TrainConfig
-from farspan.domain.model import ModelSpec, matmul_parameters, parameters
+from farspan.domain.model import ModelSpec, count_parameters, matmul_parameters
 from farspan.domain.train import Muon, Optimizer, Regularization, ScheduleKind, TrainSpec
 from farspan.domain.units import format_count
 from farspan.planning.quantities import given_or
@@ -68,7 +68,7 @@ AVERAGED = 0.03
 MOST_KEPT = 0.9999
 
 
-def studied(epochs: float, steps: int) -> Recipe:
+def studied_recipe(epochs: float, steps: int) -> Recipe:
     """Return what was best for a text that is read in these epochs and steps (docs/log.md)."""
     decay = 0.1 if epochs <= 1 else round(DECAY * math.sqrt(min(epochs, MOST_EPOCHS)), 2)
     average = 0.0
@@ -102,13 +102,13 @@ def peak_rate(count: int, *, muon: bool = False) -> float:
     return min(3e-3, float(f"{0.1325 * count**-0.305:.2g}"))
 
 
-def applied(
+def apply_recipe(
     train: TrainSpec, asked: TrainConfig, model: ModelSpec, epochs: float, device_tokens: float
 ) -> tuple[TrainSpec, dict[str, str]]:
     """Return the training with its recipe, for a text that is read in these epochs by devices with
     `device_tokens` of a step each; and where each value came from."""
     own = asked.optimizing
-    recipe = PLAIN if asked.recipe == "plain" else studied(epochs, train.steps)
+    recipe = PLAIN if asked.recipe == "plain" else studied_recipe(epochs, train.steps)
     recipe_default = f"default: recipe {asked.recipe}"
     given: dict[str, Any] = {
         "optimizer": own.kind,
@@ -136,9 +136,9 @@ def applied(
     origin["train.lr"] = "run.yaml"
     lr = train.optimizer.lr
     if own.lr == "auto":
-        lr = peak_rate(parameters(model), muon=muon and asked.recipe == "auto")
+        lr = peak_rate(count_parameters(model), muon=muon and asked.recipe == "auto")
         name = "Muon" if muon else "AdamW"
-        count = format_count(parameters(model))
+        count = format_count(count_parameters(model))
         origin["train.lr"] = f"{recipe_default}, {name} at {count} parameters"
     optimizer = replace(
         train.optimizer,

@@ -25,14 +25,14 @@ from farspan.domain.graph import OpGraph
 from farspan.domain.machines import AssumedNetwork
 from farspan.domain.model import ModelSpec
 from farspan.domain.problems import Refusal
-from farspan.domain.results import RESERVE
+from farspan.domain.results import OVERHEAD_SHARE
 from farspan.domain.suggest import any_of
 from farspan.domain.suggest_device import suggest_device
 from farspan.domain.train import TrainSpec
 from farspan.planning.candidate import Candidate, Refused
 from farspan.planning.model_speed import on_one_device
 from farspan.planning.parts import ClusterPart
-from farspan.planning.rank import candidate
+from farspan.planning.rank import price_technique
 from farspan.semantics.kernel_choice import BYTES
 from farspan.techniques import Task
 
@@ -104,7 +104,7 @@ class Budget(NamedTuple):
         return time_s < math.inf and time_s <= self.seconds and usd <= self.usd
 
 
-def rent(
+def price_offers(
     model: ModelSpec,
     train_for: Callable[[ModelSpec, Cluster], TrainSpec],
     engine: Engine,
@@ -121,7 +121,7 @@ def rent(
     quick = []
     for kind, (device, price) in _priced_devices(kinds).items():
         for count in counts:
-            quick.append(renting.offer(kind, offered(device, count, bandwidth), price))
+            quick.append(renting.offer(kind, rented_cluster(device, count, bandwidth), price))
     offers = []
     for offer in renting.searched(quick):
         offers.append(replace(offer, meets=budget.meets(offer.time_s, offer.usd)))
@@ -130,7 +130,7 @@ def rent(
     assumed_bandwidth = SITE_BANDWIDTH if bandwidth is None else bandwidth
     return Rent(
         offers=tuple(offers),
-        frontier=frontier([(offer.time_s, offer.usd) for offer in offers]),
+        frontier=pareto_frontier([(offer.time_s, offer.usd) for offer in offers]),
         chosen=_choose_offer(offers, budget),
         bandwidth=assumed_bandwidth,
         known=_known_networks(offers) if bandwidth is None else {},
@@ -138,7 +138,7 @@ def rent(
     )
 
 
-def frontier(points: Sequence[tuple[float, float]]) -> tuple[int, ...]:
+def pareto_frontier(points: Sequence[tuple[float, float]]) -> tuple[int, ...]:
     """Return the places of the points that no other beats in one number without losing in the
     other, by the first number."""
     unbeaten: list[int] = []
@@ -163,7 +163,7 @@ def _choose_offer(offers: Sequence[Offer], budget: Budget) -> int | None:
 def _priced_devices(kinds: Sequence[str]) -> dict[str, tuple[Device, catalog.Price]]:
     """Return the devices of the catalogue that have a price, or those of them that are named."""
     priced = {}
-    for kind, entry in catalog.devices().items():
+    for kind, entry in catalog.load_devices().items():
         device = entry.device(kind)
         if entry.price is not None and device is not None:
             priced[kind] = (device, entry.price)
@@ -194,7 +194,7 @@ def _known_networks(offers: Sequence[Offer]) -> dict[str, AssumedNetwork]:
     return known
 
 
-def offered(device: Device, count: int, bandwidth: float | None = None) -> Cluster:
+def rented_cluster(device: Device, count: int, bandwidth: float | None = None) -> Cluster:
     """Return `count` devices of a kind as a cluster: hosts of eight, each joined to each."""
     hosts = []
     for first in range(0, count, HOST):
@@ -223,7 +223,7 @@ class _Renting(NamedTuple):
     def offer(self, kind: str, cluster: Cluster, price: catalog.Price) -> Offer:
         """Return an offer with the best technique that plans at once."""
         count = len(cluster.devices)
-        quick = [name for name in self.allow or techniques.names() if name != SEARCHED]
+        quick = [name for name in self.allow or techniques.technique_names() if name != SEARCHED]
         best = self._best_answer(cluster, quick or [SEARCHED])
         return Offer(
             kind=kind,
@@ -277,7 +277,7 @@ class _Renting(NamedTuple):
             sums = self.graph.parameters() * 4 * 2 * (hosts - 1) / hosts
             bandwidth = offer.cluster.links[0].bandwidth or SITE_BANDWIDTH
             step_s = max(step_s, min(activations, sums) / bandwidth)
-        return train.steps * step_s / (1 - RESERVE)
+        return train.steps * step_s / (1 - OVERHEAD_SHARE)
 
     def _best_answer(self, cluster: Cluster, allowed: Sequence[str]) -> Candidate | Refused:
         train = self.train_for(self.model, cluster)
@@ -285,7 +285,7 @@ class _Renting(NamedTuple):
         count = len(cluster.devices)
         name = f"{count} x {cluster.devices[0].kind}"
         part = ClusterPart(name=name, places=tuple(range(count)))
-        return min((candidate(task, part, name) for name in allowed), key=_answer_order)
+        return min((price_technique(task, part, name) for name in allowed), key=_answer_order)
 
 
 def _time_s(answer: Candidate | Refused) -> float:

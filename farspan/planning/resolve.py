@@ -13,8 +13,8 @@ from farspan.domain.model import ModelSpec
 from farspan.domain.probe import ProbeResult
 from farspan.domain.train import TrainSpec
 from farspan.planning.choose_model import choose_model
-from farspan.planning.choose_train import choose_train, draft
-from farspan.planning.quantities import check
+from farspan.planning.choose_train import choose_train, draft_training
+from farspan.planning.quantities import check_quantities
 
 #: Trains the model for a few steps on one device and says how fast, at each dtype the device has.
 Measure = Callable[[ModelSpec, TrainSpec], ProbeResult]
@@ -31,7 +31,7 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True):
     origin: dict[str, str]
 
 
-def resolve(
+def resolve_config(
     config: RunConfig,
     corpus: CorpusManifest,
     cluster: Cluster,
@@ -46,9 +46,9 @@ def resolve(
     should be tried with. Raises Refusal (out-of-range with the key, corpus-too-small,
     tokenizer-mismatch, model-unsupported).
     """
-    check(config)
+    check_quantities(config)
     chosen = choose_model(config, corpus, cluster, matmul_flops)
-    drafted = draft(config, chosen, len(cluster.devices))
+    drafted = draft_training(config, chosen, len(cluster.devices))
     probe = measure(chosen.model, drafted)
     train, origin, warnings = choose_train(config, chosen, drafted, corpus, cluster, probe)
     return Settled(

@@ -19,16 +19,16 @@ from msgspec.structs import replace
 
 from farspan.domain.cluster import Cluster, Device, Host
 from farspan.domain.engine import Engine
-from farspan.domain.model import ModelSpec, parameters
+from farspan.domain.model import ModelSpec, count_parameters
 from farspan.domain.objective import TOLERANCE, Objective
 from farspan.domain.plan import Plan
 from farspan.domain.train import TrainSpec
 from farspan.domain.trial import Trial
 from farspan.estimate.price import with_loss
 from farspan.planning.candidate import Candidate
-from farspan.planning.learn import Observation, learn, parts_of
-from farspan.planning.rank import by, ordered, rank
-from farspan.planning.ranking import Ranking, bounds
+from farspan.planning.learn import Observation, learn_slowdowns, parts_of
+from farspan.planning.rank import objective_key, order_candidates, rank_plans
+from farspan.planning.ranking import Ranking, time_bounds_s
 from farspan.semantics.identity import plan_key
 
 #: Trials take this share of the run that they are for, and at least these seconds.
@@ -36,19 +36,19 @@ SHARE = 0.03
 LEAST_S = 60.0
 #: A plan that could be better by less than this is not tried: repeats of one plan differ by as
 #: much.
-SAME = 0.03
+REPEAT_NOISE = 0.03
 #: Factors on a trial's step between which the run's are expected, and on a prediction for devices
 #: and links that all took part in a trial. Choices that hold the median repeat (2 % apart) and
 #: nearly all predictions (5 % off in the median, 22 % at most with a small model) of
 #: benchmarks/results/wan.jsonl.
-MEASURED = (0.95, 1.05)
-LEARNED = (0.8, 1.3)
+TRIAL_INTERVAL = (0.95, 1.05)
+CALIBRATED_INTERVAL = (0.8, 1.3)
 #: A plan that was not tried is chosen if its prediction is better than the best trial by more than
 #: this.
 UNTRIED = 0.15
 #: After a plan ran out of memory, others may fill its fullest device to this share of what that one
 #: was predicted to.
-LESS = 0.9
+OOM_MEMORY_DERATE = 0.9
 #: Seconds that a trial takes in addition to its steps until one was made: workers start, connect
 #: and end.
 TRIAL_S = 20.0
@@ -79,7 +79,7 @@ class SelectionTask(msgspec.Struct, frozen=True, kw_only=True):
     here: bool = False
 
     def rank(self, cluster: Cluster) -> Ranking:
-        ranking = rank(
+        ranking = rank_plans(
             self.model,
             cluster,
             self.train,
@@ -102,7 +102,7 @@ class SelectionTask(msgspec.Struct, frozen=True, kw_only=True):
 
     def reorder(self, ranking: Ranking, candidates: Sequence[Candidate]) -> Ranking:
         """Return the ranking with these candidates, in their order by the objective."""
-        best_first, chosen = ordered(candidates, self.objective, self.tolerance)
+        best_first, chosen = order_candidates(candidates, self.objective, self.tolerance)
         return replace(ranking, candidates=best_first, chosen=chosen)
 
 
@@ -118,14 +118,14 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     ended: Ended
 
 
-def select(
+def select_by_trials(
     cluster: Cluster,
     asked: SelectionTask,
     measure: Measure,
     *,
     budget_s: float | None = None,
     paying: bool = False,
-    say: Callable[[Candidate, Trial], None] = lambda candidate, trial: None,
+    on_trial: Callable[[Candidate, Trial], None] = lambda candidate, trial: None,
 ) -> Selection:
     """Choose the best plan, by trials that begin within `budget_s` seconds of them (by default
     SHARE of the run, LEAST_S at least).
@@ -152,7 +152,7 @@ def select(
         trial = measure(candidate.plan, candidate.estimate.step_s)
         spent_s += trial.took_s
         tried[plan_key(candidate.plan)] = (candidate, trial)
-        say(candidate, trial)
+        on_trial(candidate, trial)
         ranking = _with_evidence(cluster, asked, tried)
     return Selection(
         ranking=_prefer_trials(ranking, asked),
@@ -180,14 +180,14 @@ def _find_contenders(ranking: Ranking, asked: SelectionTask) -> list[Candidate]:
     eligible = [candidate for candidate in ranking.candidates if candidate.eligible]
     if not eligible:
         return []
-    key = by(asked.objective, ranking.candidates, asked.tolerance)
+    key = objective_key(asked.objective, ranking.candidates, asked.tolerance)
     known = [candidate for candidate in eligible if candidate.trial is not None]
     # What is certain so far: the best trial, or what the best prediction takes at worst.
     sure = key(_at_bound(eligible[0], 1))
     fast_s = math.inf
     if known:
-        sure = (1 - SAME) * min(map(key, known))
-        fast_s = (1 - SAME) * min(candidate.time_s for candidate in known)
+        sure = (1 - REPEAT_NOISE) * min(map(key, known))
+        fast_s = (1 - REPEAT_NOISE) * min(candidate.time_s for candidate in known)
     contenders: list[tuple[float, Candidate]] = []
     for candidate in eligible:
         if candidate.trial is not None:
@@ -216,11 +216,11 @@ def _possible_gain_s(ranking: Ranking, contenders: Sequence[Candidate]) -> float
     takes its least or its most."""
     assert ranking.chosen is not None
     chosen = ranking.candidates[ranking.chosen]
-    most_s = bounds(chosen)[1]
+    most_s = time_bounds_s(chosen)[1]
     gains = [0.0]
     for other in contenders:
         if other is not chosen:
-            gains.append(max(chosen.time_s - bounds(other)[0], most_s - other.time_s))
+            gains.append(max(chosen.time_s - time_bounds_s(other)[0], most_s - other.time_s))
     return max(gains)
 
 
@@ -242,8 +242,8 @@ def _with_evidence(
         if trial.status == "oom":
             out.append(candidate)
         updated.append(_with_trial(candidate, trial))
-    learned = learn(cluster, seen)
-    ranking = asked.rank(held(learned.cluster, asked.engine, out))
+    learned = learn_slowdowns(cluster, seen)
+    ranking = asked.rank(limit_memory_by_ooms(learned.cluster, asked.engine, out))
     known = parts_of(cluster, seen)
     for candidate in ranking.candidates:
         plan = candidate.plan
@@ -251,11 +251,11 @@ def _with_evidence(
             continue
         step_s = candidate.estimate.step_s * learned.slowdown(plan)
         known_all = seen and parts_of(cluster, [Observation(plan, 0.0)]) <= known
-        updated.append(_with_step_s(candidate, step_s, LEARNED if known_all else None))
+        updated.append(_with_step_s(candidate, step_s, CALIBRATED_INTERVAL if known_all else None))
     return replace(asked.reorder(ranking, updated), cluster=learned.cluster)
 
 
-def held(cluster: Cluster, engine: Engine, out: Sequence[Candidate]) -> Cluster:
+def limit_memory_by_ooms(cluster: Cluster, engine: Engine, out: Sequence[Candidate]) -> Cluster:
     """Return the cluster whose devices hold less than plans that ran `out` of memory were predicted
     to fill: of each plan the device that is fullest by that prediction, with all others of its kind
     in its host."""
@@ -264,7 +264,9 @@ def held(cluster: Cluster, engine: Engine, out: Sequence[Candidate]) -> Cluster:
         needs = dict(zip(candidate.places, totals, strict=True))
         devices = cluster.devices
         fullest = max(needs, key=lambda place: needs[place] / devices[place].memory)
-        cluster = _with_less_memory(cluster, fullest, int(LESS * needs[fullest] / engine.fill))
+        cluster = _with_less_memory(
+            cluster, fullest, int(OOM_MEMORY_DERATE * needs[fullest] / engine.fill)
+        )
     return cluster
 
 
@@ -288,7 +290,7 @@ def _with_less_memory(cluster: Cluster, place: int, most: int) -> Cluster:
 def _with_trial(candidate: Candidate, trial: Trial) -> Candidate:
     """Return a tried candidate: with its measured step, or not to be chosen."""
     if trial.step_s is not None:
-        return replace(_with_step_s(candidate, trial.step_s, MEASURED), trial=trial)
+        return replace(_with_step_s(candidate, trial.step_s, TRIAL_INTERVAL), trial=trial)
     why = "it ended without a step"
     if trial.problem is not None:
         why = f"{trial.problem.what}: {trial.problem.fact}"
@@ -310,7 +312,7 @@ def _with_step_s(
         bubble_s=priced.bubble_s * factor,
         interval=interval or priced.interval,
     )
-    changed = with_loss(changed, parameters(candidate.plan.model))
+    changed = with_loss(changed, count_parameters(candidate.plan.model))
     return replace(candidate, estimate=changed, time_s=candidate.queue_s + changed.equal_loss_s)
 
 
@@ -319,7 +321,7 @@ def _prefer_trials(ranking: Ranking, asked: SelectionTask) -> Ranking:
     predicted to be far better."""
     if ranking.chosen is None or ranking.candidates[ranking.chosen].trial is not None:
         return ranking
-    key = by(asked.objective, ranking.candidates, asked.tolerance)
+    key = objective_key(asked.objective, ranking.candidates, asked.tolerance)
     best = key(ranking.candidates[ranking.chosen])
     for place, candidate in enumerate(ranking.candidates):
         if candidate.eligible and candidate.trial is not None:

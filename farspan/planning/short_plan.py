@@ -19,7 +19,7 @@ from farspan import models
 from farspan.domain.cluster import Cluster
 from farspan.domain.codec import convert
 from farspan.domain.config import Positive, Quantity
-from farspan.domain.engine import Engine, engine
+from farspan.domain.engine import Engine, load_engine
 from farspan.domain.escapes import key_word
 from farspan.domain.graph import OpGraph
 from farspan.domain.model import ModelSpec
@@ -146,7 +146,7 @@ class _Reader:
 
     def _find_engine(self) -> Engine:
         try:
-            return engine(self.short.engine)
+            return load_engine(self.short.engine)
         except Refusal as refusal:
             problem = refusal.problem
             remedy = problem.remedy.replace("--engine", "set engine:")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from farspan import models
-from farspan.domain.model import ModelSpec, parameters
+from farspan.domain.model import ModelSpec, count_parameters
 
 #: Compute-optimal training tokens a parameter (Hoffmann et al., arXiv 2203.15556).
 TOKENS_PER_PARAMETER = 20
@@ -50,7 +50,7 @@ def shape_for(
     d_fit, layers_fit = fitted_shape(target)
 
     def badness(spec: ModelSpec) -> tuple[float, float]:
-        miss = abs(math.log(parameters(spec) / target))
+        miss = abs(math.log(count_parameters(spec) / target))
         shape = abs(math.log(spec.d_model / d_fit)) + abs(math.log(spec.layers / layers_fit))
         return max(0.0, miss - TOLERANCE / 2), shape
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from farspan import models
 from farspan.domain.cluster import Cluster
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.domain.plan import Plan
 from farspan.domain.units import (
     counted,
@@ -25,15 +25,15 @@ from farspan.planning.candidate import Candidate
 from farspan.planning.ranking import (
     Ranking,
     by_money,
-    called,
+    candidate_name,
+    describe_verdict,
     devices_line,
     equal_loss_note,
-    factor,
+    format_spending,
     refused_by_reason,
+    relative_cost,
     same_plan,
-    spent,
     time_line,
-    verdict,
 )
 from farspan.semantics.communications import PURPOSE_NAMES
 
@@ -83,21 +83,21 @@ class Why(NamedTuple):
 
 def costs_of(plan: Plan, cluster: Cluster) -> Costs:
     """Return the costs that a plan's estimate is made from."""
-    plan_engine = engine(plan.engine)
+    plan_engine = load_engine(plan.engine)
     return Costs(models.graph(plan.model), plan.train, Network(cluster, plan.devices, plan_engine))
 
 
-def why(ranking: Ranking) -> Why:
+def explain_choice(ranking: Ranking) -> Why:
     """Return all reasons of a choice."""
     if ranking.chosen is None:
-        return Why(choice(ranking), _without_plan(ranking))
+        return Why(describe_choice(ranking), _without_plan(ranking))
     chosen = ranking.candidates[ranking.chosen]
     against = (*_compare_techniques(ranking, chosen), *_without_plan(ranking))
     left_out = _left_out(ranking, chosen)
-    return Why(choice(ranking), against, left_out, _list_unknowns(ranking, chosen))
+    return Why(describe_choice(ranking), against, left_out, _list_unknowns(ranking, chosen))
 
 
-def choice(ranking: Ranking) -> str:
+def describe_choice(ranking: Ranking) -> str:
     """Return the chosen plan with its time, money and the parts of its step; or why none is."""
     if ranking.chosen is None:
         return f"Nothing is chosen: {_explain_no_choice(ranking)}."
@@ -114,16 +114,16 @@ def choice(ranking: Ranking) -> str:
         if share >= 0.005:
             shares.append(f"{share:.0%} {name}")
     devices = devices_line(ranking.cluster, chosen.places)
-    money = "" if estimate.usd is None else f", {spent(chosen)}"
+    money = "" if estimate.usd is None else f", {format_spending(chosen)}"
     time = f"{time_line(chosen)}{money}{equal_loss_note(chosen)}"
     step = f"Step of {short_time(estimate.step_s)}: {', '.join(shares)}."
-    return f"{called(chosen)} ({devices}) is {BEST[ranking.objective]}: {time}. {step}"
+    return f"{candidate_name(chosen)} ({devices}) is {BEST[ranking.objective]}: {time}. {step}"
 
 
 def _explain_no_choice(ranking: Ranking) -> str:
     if ranking.candidates:
         first = ranking.candidates[0]
-        return f"{called(first)}, {time_line(first)}: {first.unchosen or 'it has no price'}"
+        return f"{candidate_name(first)}, {time_line(first)}: {first.unchosen or 'it has no price'}"
     problems = [refused.problem for refused in ranking.refused]
     short = [problem for problem in problems if problem.code == "out-of-memory"]
     problem = (short or problems)[0]
@@ -141,7 +141,7 @@ def _compare_techniques(ranking: Ranking, chosen: Candidate) -> list[Reason]:
     for technique, rival in best.items():
         row = _describe_plan(ranking, rival, f" on {rival.where}")
         techniques.setdefault(row, []).append(technique)
-    rows = [_describe_plan(ranking, chosen, called(chosen))]
+    rows = [_describe_plan(ranking, chosen, candidate_name(chosen))]
     for row, alike in techniques.items():
         rows.append(row._replace(plan=", ".join(alike) + row.plan))
     return rows
@@ -160,9 +160,9 @@ def _describe_plan(ranking: Ranking, candidate: Candidate, name: str) -> Reason:
 
     chosen = ranking.candidates[ranking.chosen or 0]
     same = candidate is not chosen and same_plan(plan, chosen.plan)
-    facts = ["the chosen plan" if same else verdict(ranking, candidate)]
+    facts = ["the chosen plan" if same else describe_verdict(ranking, candidate)]
     if by_money(ranking):
-        facts.append(spent(candidate))
+        facts.append(format_spending(candidate))
     if candidate.unchosen is not None:
         facts.append(f"not chosen: {candidate.unchosen}")
     if estimate.token_efficiency != 1.0:
@@ -238,12 +238,12 @@ def _left_out(ranking: Ranking, chosen: Candidate) -> tuple[Reason, ...]:
         with_it = [other for other in ranking.candidates if places.intersection(other.places)]
         joint = [other for other in with_it if set(other.places) > set(chosen.places)]
         if with_it:
-            best = min(joint or with_it, key=lambda other: factor(ranking, other, chosen))
+            best = min(joint or with_it, key=lambda other: relative_cost(ranking, other, chosen))
             pieces_by_plan.setdefault(ranking.candidates.index(best), []).append(piece)
     rows = []
     for index, pieces in pieces_by_plan.items():
         plan = ranking.candidates[index]
-        name = f"with {_join_few(pieces)}: {called(plan)}"
+        name = f"with {_join_few(pieces)}: {candidate_name(plan)}"
         rows.append(_describe_plan(ranking, plan, name))
     return tuple(rows)
 
@@ -283,9 +283,9 @@ def _list_unknowns(ranking: Ranking, chosen: Candidate) -> tuple[Reason, ...]:
     rows = [Reason("interval", facts=f"{low:.2f} to {high:.2f} x the predicted step")]
     close = []
     for candidate in ranking.candidates:
-        near = candidate.eligible and factor(ranking, candidate, chosen) < high
+        near = candidate.eligible and relative_cost(ranking, candidate, chosen) < high
         if near and not same_plan(candidate.plan, chosen.plan):
-            close.append(called(candidate))
+            close.append(candidate_name(candidate))
     if close:
         rows.append(Reason("inside it", facts=f"{_join_few(close)}: a trial of each would decide"))
     rows += [Reason("assumed", facts=text) for text in chosen.estimate.assumptions]

@@ -11,10 +11,10 @@ import msgspec
 
 WIDTH = 560
 HEIGHT = 330
-LEFT = 58
-RIGHT = 14
-TOP = 14
-BOTTOM = 46
+LEFT_MARGIN = 58
+RIGHT_MARGIN = 14
+TOP_MARGIN = 14
+BOTTOM_MARGIN = 46
 #: Pixels above a picture of its own: its title, a row of its legend, and a letter's width at 12
 #: pixels.
 TITLE = 32
@@ -22,11 +22,11 @@ LINE = 18
 LETTER = 6.6
 #: A chart draws at most the lowest and the highest point of so many groups of neighbours: about one
 #: a pixel.
-GROUPS = 320
+MAX_GROUPS = 320
 #: Colours of chart.css that series, or stages, take in turn.
 TINTS = ("train", "val", "speed", "memory", "lr", "norm")
 #: Nothing below it is shown on a logarithmic scale.
-LEAST = 1e-12
+MIN_LOG_VALUE = 1e-12
 
 
 class Axis(msgspec.Struct, frozen=True):
@@ -87,7 +87,7 @@ class Scale(msgspec.Struct, frozen=True):
     def __call__(self, value: float) -> float:
         ends = [self.low, self.high, value]
         if self.log:
-            ends = [math.log10(max(end, LEAST)) for end in ends]
+            ends = [math.log10(max(end, MIN_LOG_VALUE)) for end in ends]
         low, high, value = ends
         share = (value - low) / (high - low)
         return round(self.start + share * (self.end - self.start), 1)
@@ -101,8 +101,8 @@ def scales(chart: Chart) -> tuple[Scale, Scale]:
     low = min(values)
     high = max(values)
     if chart.scale == "log":
-        low = max(low, LEAST) / 1.25
-        high = max(high, LEAST) * 1.25
+        low = max(low, MIN_LOG_VALUE) / 1.25
+        high = max(high, MIN_LOG_VALUE) * 1.25
     else:
         low = 0.0 if chart.scale == "zero" else low
         room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
@@ -110,8 +110,8 @@ def scales(chart: Chart) -> tuple[Scale, Scale]:
         high = high + room
     first = min(chart.x.values) if chart.x.log else 0.0
     last = max(chart.x.values) or 1.0
-    x = Scale(first, last, LEFT, WIDTH - RIGHT, chart.x.log)
-    y = Scale(low, high, HEIGHT - BOTTOM, TOP, chart.scale == "log")
+    x = Scale(first, last, LEFT_MARGIN, WIDTH - RIGHT_MARGIN, chart.x.log)
+    y = Scale(low, high, HEIGHT - BOTTOM_MARGIN, TOP_MARGIN, chart.scale == "log")
     return x, y
 
 
@@ -122,12 +122,12 @@ def caption(named: Sequence[tuple[str, str]]) -> tuple[int, list[tuple[str, str,
     if len(named) < 2:
         return TITLE, []
     spots: list[tuple[str, str, float, int]] = []
-    x = float(LEFT)
+    x = float(LEFT_MARGIN)
     row = 0
     for name, tint in named:
         wide = 17 + LETTER * len(name) + 16
-        if x + wide > WIDTH and x > LEFT:
-            x = float(LEFT)
+        if x + wide > WIDTH and x > LEFT_MARGIN:
+            x = float(LEFT_MARGIN)
             row = row + 1
         spots.append((name, tint, x, row))
         x += wide
@@ -173,7 +173,7 @@ def label(value: float) -> str:
             return f"{value / scale:.4g}{suffix}"
     if size >= 1000:
         return f"{value:,.0f}"
-    if size >= 1e-2 or size < LEAST:
+    if size >= 1e-2 or size < MIN_LOG_VALUE:
         return f"{value if size >= 1e-2 else 0:.4g}"
     digits, power = f"{value:.1e}".split("e")
     return f"{float(digits):g}e{int(power)}"
@@ -183,10 +183,10 @@ def thin(chart: Chart) -> Chart:
     """Reduce a chart to few enough points to draw: the extremes of its first series, and every lone
     point."""
     count = len(chart.x.values)
-    if count <= 2 * GROUPS:
+    if count <= 2 * MAX_GROUPS:
         return chart
     leading = [(-math.inf if value is None else value) for value in chart.series[0].values]
-    size = math.ceil(count / GROUPS)
+    size = math.ceil(count / MAX_GROUPS)
     kept = {0, count - 1}
     for start in range(0, count, size):
         group = range(start, min(start + size, count))
@@ -204,7 +204,7 @@ def thin(chart: Chart) -> Chart:
     return msgspec.structs.replace(chart, x=x, series=tuple(thinned))
 
 
-def cell(text: str) -> str:
+def quote_csv_cell(text: str) -> str:
     """Quote a text as a cell of a CSV file."""
     if not set(text) & set(',"\n'):
         return text
@@ -215,7 +215,7 @@ def cell(text: str) -> str:
 def to_csv(chart: Chart) -> str:
     """Write a heading, then one line a point; an empty cell where a series has no value."""
     all_series: tuple[Axis | Series, ...] = (chart.x, *chart.series)
-    lines = [",".join(cell(series.name) for series in all_series)]
+    lines = [",".join(quote_csv_cell(series.name) for series in all_series)]
     for row in zip(*(series.values for series in all_series), strict=True):
         cells = ["" if value is None else f"{value:.6g}" for value in row]
         lines.append(",".join(cells))

@@ -20,22 +20,22 @@ from farspan.domain.problems import Refusal
 from farspan.domain.results import IN_STEP, Measurement
 from farspan.domain.run import RunFolder
 from farspan.domain.units import counted, format_bytes, format_seconds, format_usd, short_time
-from farspan.domain.words import listed, stage_words
+from farspan.domain.words import join_counted, stage_words
 from farspan.report import expected as predicting
 from farspan.report import losses
-from farspan.report.drift import Drift, drifts
+from farspan.report.drift import Drift, find_drifts
 from farspan.report.history import COMPLETE, RunHistory
-from farspan.report.measure import measure
+from farspan.report.measure import measure_run
 from farspan.report.plan_picture import Mark, part_words
 from farspan.report.traces import Traces
 
-PARTS = {
+STEP_PARTS = {
     "compute": "compute",
     "communication": "communication",
     "waiting": "waiting for others",
     "rest": "not recorded",
 }
-ALIGNED = (
+ALIGNMENT_NOTE = (
     "A row begins where its device began the step: clocks of hosts are not compared. Communication "
     "holds the waiting for devices that come to it later."
 )
@@ -160,8 +160,8 @@ def compare_to_prediction(run: RunHistory) -> Comparison | None:
     except Refusal as refusal:
         problem = refusal.problem
         notes.append(f"No predicted rows: {problem.what} ({problem.where}).")
-    devices = predicting.expected(plan, costs) if costs is not None else {}
-    split = predicting.split(plan, estimate, costs)
+    devices = predicting.predict_devices(plan, costs) if costs is not None else {}
+    split = predicting.predict_split(plan, estimate, costs)
 
     # Each device, with its marks in the last step that all of them traced.
     traces = Traces(run)
@@ -209,13 +209,13 @@ def compare_to_prediction(run: RunHistory) -> Comparison | None:
             "communication": max(0.0, split.communication_s - inside_s),
             "waiting": split.bubble_s,
         }
-        for part, name in PARTS.items():
+        for part, name in STEP_PARTS.items():
             predicted = predicted_s.get(part)
             parts.append(StepPart(name=name, predicted_s=predicted, measured_s=measured_s[part]))
 
     # What a reader has to know of the rows.
     if traces.steps:
-        notes.append(ALIGNED)
+        notes.append(ALIGNMENT_NOTE)
     if plan.sync is not None:
         notes.append("Times of steps leave out the replicas' synchronization.")
     traced_devices = [devices[rank] for rank in traces.ranks if rank in devices]
@@ -240,7 +240,7 @@ def compare_to_prediction(run: RunHistory) -> Comparison | None:
         traced_s = traces.of(traces.ranks[0], shown)[1].step_s
     drifting: tuple[Drift, ...] = ()
     if costs is not None:
-        drifting = drifts(run, traces, estimate, split.step_s, devices, costs)
+        drifting = find_drifts(run, traces, estimate, split.step_s, devices, costs)
     return Comparison(
         steps=steps,
         rows=tuple(rows),
@@ -275,7 +275,7 @@ class Versus(msgspec.Struct, frozen=True, kw_only=True):
 def compare_runs(runs: Sequence[RunHistory]) -> Versus:
     """Return two runs or more side by side, named by their folders, or by their paths where two
     folders are alike."""
-    configured = [configuration(run) for run in runs]
+    configured = [run_settings(run) for run in runs]
     settings = dict.fromkeys(chain.from_iterable(configured))
     differing = []
     for name in settings:
@@ -287,7 +287,7 @@ def compare_runs(runs: Sequence[RunHistory]) -> Versus:
         folders = [str(run.folder) for run in runs]
 
     # The results, with the best where they can be put in order.
-    measured = [measure(run) for run in runs]
+    measured = [measure_run(run) for run in runs]
     orders, notes = _rankable_orders(runs, measured)
     lines = [Line(what="ended", values=tuple(run.history.reason for run in runs))]
     lines += _step_lines(runs, ranked="step" in orders)
@@ -313,7 +313,7 @@ def compare_runs(runs: Sequence[RunHistory]) -> Versus:
     )
 
 
-def configuration(run: RunHistory) -> dict[str, str]:
+def run_settings(run: RunHistory) -> dict[str, str]:
     """Return every setting of a run by a dotted name."""
     plan = run.plan
     corpus = run.corpus
@@ -323,14 +323,16 @@ def configuration(run: RunHistory) -> dict[str, str]:
     settings |= _flatten_settings("train", msgspec.to_builtins(plan.train))
     settings["text"] = f"{corpus.source} ({corpus.train.text_bytes:,} bytes)"
     settings["corpus"] = corpus.hash
-    settings["tokenizer"] = f"{corpus.vocab_size} tokens, {tokenizer(run)}"
-    settings["devices"] = listed(devices)
+    settings["tokenizer"] = f"{corpus.vocab_size} tokens, {tokenizer_hash(run)}"
+    settings["devices"] = join_counted(devices)
     settings["replicas"] = str(len(plan.replicas))
     stages = chain.from_iterable(replica.stages for replica in plan.replicas)
     for number, stage in enumerate(stages, start=1):
         words = stage_words(stage, plan.model.layers)
-        settings[f"stage {number}"] = f"{words}, rows {listed(list(map(str, stage.rows)))}"
-    settings["microbatches"] = listed([str(replica.microbatches) for replica in plan.replicas])
+        settings[f"stage {number}"] = f"{words}, rows {join_counted(list(map(str, stage.rows)))}"
+    settings["microbatches"] = join_counted(
+        [str(replica.microbatches) for replica in plan.replicas]
+    )
     if plan.sync is not None:
         settings |= _flatten_settings("sync", msgspec.to_builtins(plan.sync))
     if run.history.starts:
@@ -349,7 +351,7 @@ def _flatten_settings(prefix: str, value: object) -> dict[str, str]:
     return flat
 
 
-def tokenizer(run: RunHistory) -> str:
+def tokenizer_hash(run: RunHistory) -> str:
     """Return the hash of a run's tokenizer."""
     return content_hash(read_bytes(RunFolder(run.folder).tokenizer).decode())
 
@@ -364,13 +366,13 @@ def _rankable_orders(
     for run in runs:
         texts.add((run.corpus.source, run.corpus.val.text_bytes, run.corpus.val.documents))
     same_text = len(hashes) == 1 or len(texts) == 1
-    same_tokens = same_text and len(set(map(tokenizer, runs))) == 1
+    same_tokens = same_text and len(set(map(tokenizer_hash, runs))) == 1
 
     # Losses of all of the split, or of the same tokens of it.
     ends = []
     whole = True
     for run in runs:
-        event = losses.last(run)
+        event = losses.last_validation(run)
         if event is not None:
             ends.append(event)
             all_read = event.whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from farspan.domain.results import RESERVE, Measurement
+from farspan.domain.results import OVERHEAD_SHARE, Measurement
 from farspan.domain.units import counted, format_bytes, short_time
 from farspan.estimate.forecast import revised
 from farspan.report import losses
@@ -15,13 +15,13 @@ from farspan.report.plan_picture import Mark
 from farspan.report.plan_terminal import MOST, Line, filled, legend, wrapped
 
 #: Parts that are predicted to take less than this share of a step have no ratio.
-COMPARED = 0.01
+MIN_COMPARED_SHARE = 0.01
 
 #: A row of a table; the first of a table is its heading.
 Row = tuple[str, str, str, str]
 
 
-def tables(
+def comparison_tables(
     run: RunHistory, measured: Measurement | None, compared: Comparison | None
 ) -> list[list[Row]]:
     """Return the tables of a run and its prediction; of several devices also those of a step, its
@@ -30,7 +30,7 @@ def tables(
     if compared is not None:
         rows_of["step"] = step_rows(compared)
         if compared.slowest is not None:
-            least_s = COMPARED * compared.steps.predicted_s
+            least_s = MIN_COMPARED_SHARE * compared.steps.predicted_s
             parts = []
             for part in compared.parts:
                 seconds = (part.predicted_s, part.measured_s)
@@ -77,7 +77,7 @@ def figure_rows(run: RunHistory, measured: Measurement | None) -> list[Row]:
         return []
     steps = train.steps
     if train.deadline_s is not None:
-        in_time = round((1 - RESERVE) * estimate.run_s / estimate.step_s)
+        in_time = round((1 - OVERHEAD_SHARE) * estimate.run_s / estimate.step_s)
         steps = max(1, min(steps, in_time))
     part = "" if measured.steps == train.steps else f" of {counted(measured.steps, 'step')}"
     rows = [_compare_row("step time", estimate.step_s, measured.step_s, short_time)]
@@ -98,7 +98,7 @@ def _loss_rows(run: RunHistory) -> list[Row]:
     """Return the loss of a run that has ended as it was predicted before, and after the first
     fifth; the last column is the difference."""
     forecast = run.forecast
-    end = losses.last(run)
+    end = losses.last_validation(run)
     steps = run.history.steps
     if forecast is None or end is None or run.history.reason not in COMPLETE:
         return []
@@ -151,7 +151,7 @@ def traced_line(comparison: Comparison) -> str:
     return f"step {comparison.traced:,}, the last traced on all devices: {traced}; median {usual}"
 
 
-def timeline(comparison: Comparison, width: int) -> Iterator[Line]:
+def draw_timeline(comparison: Comparison, width: int) -> Iterator[Line]:
     """Yield two lines a device, measured above predicted, on one scale; then the notes."""
     if drawn := comparison.drawn:
         yield [(f"Step {comparison.traced:,} of each device, measured above predicted", "strong")]

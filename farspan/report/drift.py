@@ -16,7 +16,7 @@ import msgspec
 
 from farspan.domain.plan import Replica
 from farspan.domain.results import IN_STEP, Estimate, Span
-from farspan.domain.words import joined
+from farspan.domain.words import join_words
 from farspan.estimate.between_stages import edges
 from farspan.estimate.schedule import Hop
 from farspan.estimate.stage import Costs
@@ -31,13 +31,13 @@ LABELS = {
     "gradients": "exposed gradient sync of",
 }
 #: Nothing is reported of runs with fewer steps.
-LEAST_STEPS = 10
+MIN_STEPS = 10
 #: Nor of what makes less than this share of a step.
-MATTERS = 0.1
+MIN_STEP_SHARE = 0.1
 #: A traced step is like the others if it took at most so many times their median.
-TYPICAL = 1.25
+MAX_TYPICAL_RATIO = 1.25
 #: A message was waited for if its receive took at least this share of its predicted way.
-WAITED = 0.1
+MIN_WAIT_SHARE = 0.1
 
 
 class Drift(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +63,7 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
         return f"{LABELS[self.what]} {self.who}"
 
 
-def drifts(
+def find_drifts(
     run: RunHistory,
     traces: Traces,
     estimate: Estimate,
@@ -72,7 +72,7 @@ def drifts(
     costs: Costs,
 ) -> tuple[Drift, ...]:
     """Return all that is beyond the interval, devices first; `step_s` is the predicted step."""
-    if len(run.history.steps) < LEAST_STEPS:
+    if len(run.history.steps) < MIN_STEPS:
         return ()
     steps = _typical_steps(run, traces)
     if not steps:
@@ -85,7 +85,7 @@ def drifts(
     drifting = []
     for drift in compared:
         lost_s = drift.times * abs(drift.measured_s - drift.predicted_s)
-        if lost_s >= MATTERS * step_s and not low <= drift.factor <= high:
+        if lost_s >= MIN_STEP_SHARE * step_s and not low <= drift.factor <= high:
             drifting.append(drift)
     return tuple(drifting)
 
@@ -100,7 +100,7 @@ def _typical_steps(run: RunHistory, traces: Traces) -> dict[int, float]:
     scales: dict[int, float] = {}
     for step in traces.steps:
         _, timing = traces.of(traces.ranks[0], step)
-        if timing.step_s <= TYPICAL * usual_s:
+        if timing.step_s <= MAX_TYPICAL_RATIO * usual_s:
             scales[step] = min(1.0, usual_s / timing.step_s)
     # Where every one was slower the run has changed since its first steps, and they show how.
     if not scales and len(traces.steps) > 1:
@@ -174,7 +174,7 @@ def _compare_messages(
         predicted_s = sum(hop.busy + hop.delay for hop in hops)
         yield Drift(
             what="messages",
-            who=joined([a, b]),
+            who=join_words([a, b]),
             measured_s=median(round_trips),
             predicted_s=predicted_s,
             times=replica.microbatches,
@@ -185,7 +185,7 @@ def _compare_messages(
 def _quickest_message(sent: dict[int, float], received: dict[int, Span], hop: Hop) -> float | None:
     """Return the seconds from the end of a pass to that of the receive of what it made, of the
     quickest message that was waited for: when the others arrived is unknown."""
-    least_wait_s = WAITED * (hop.busy + hop.delay)
+    least_wait_s = MIN_WAIT_SHARE * (hop.busy + hop.delay)
     seconds = []
     for microbatch, span in received.items():
         if microbatch in sent and span.end - span.start >= least_wait_s:
@@ -213,5 +213,5 @@ def _compare_gradient_sync(
         least_s = min(traces.parts(rank, step)["communication"] for rank in ranks)
         seconds.append(scale * least_s)
     yield Drift(
-        what="gradients", who=joined(hosts), measured_s=median(seconds), predicted_s=predicted_s
+        what="gradients", who=join_words(hosts), measured_s=median(seconds), predicted_s=predicted_s
     )

@@ -9,7 +9,7 @@ import msgspec
 
 from farspan import models
 from farspan.domain.cluster_json import load_cluster_json
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.domain.plan import Plan, Replica
 from farspan.domain.results import Estimate
 from farspan.domain.run import RunFolder
@@ -44,12 +44,12 @@ def costs_of_run(folder: RunFolder, plan: Plan) -> Costs | None:
     """Return the costs of the run's plan; None where the run does not name its cluster."""
     if not folder.cluster.exists():
         return None
-    pricing_engine = engine(plan.engine)
+    pricing_engine = load_engine(plan.engine)
     network = Network(load_cluster_json(folder.cluster), plan.devices, pricing_engine)
     return Costs(models.graph(plan.model), plan.train, network)
 
 
-def split(plan: Plan, estimate: Estimate, costs: Costs | None) -> StepSplit:
+def predict_split(plan: Plan, estimate: Estimate, costs: Costs | None) -> StepSplit:
     """Split the predicted step as workers measure theirs: the replicas' outer sync is
     not in them."""
     if plan.sync is None or costs is None:
@@ -61,7 +61,7 @@ def split(plan: Plan, estimate: Estimate, costs: Costs | None) -> StepSplit:
     return StepSplit(slowest.seconds, slowest.compute, slowest.communication, slowest.bubble)
 
 
-def expected(plan: Plan, costs: Costs) -> dict[int, Expected]:
+def predict_devices(plan: Plan, costs: Costs) -> dict[int, Expected]:
     """Predict every device's step, by rank.
 
     A stage's slowest batch coordinate sets its time; others wait.

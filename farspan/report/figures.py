@@ -16,7 +16,7 @@ _SMOOTHING = 1 / 100
 TIME_UNITS = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"))
 
 
-def figures(run: RunHistory) -> list[Chart]:
+def run_charts(run: RunHistory) -> list[Chart]:
     """Return the six charts of a run; none before its first step, and none of gradients if no norm
     was finite."""
     history = run.history
@@ -28,7 +28,7 @@ def figures(run: RunHistory) -> list[Chart]:
     loss += _validation_series(run)
 
     # Those of the table, which are of the tokens that the last validation read.
-    entropies = losses.entropies(run, losses.last(run))
+    entropies = losses.entropies(run, losses.last_validation(run))
     levels = tuple((f"{name} entropy", nats) for name, nats in entropies.items())
     speeds = [step.tokens / step.step_s for step in steps]
     speed = _noisy_and_smoothed("tokens/s", speeds, "speed")
@@ -54,13 +54,13 @@ def figures(run: RunHistory) -> list[Chart]:
 def _validation_series(run: RunHistory) -> tuple[Series, ...]:
     """Return the validation losses, on the tokens that every validation read; and the run's
     headline loss, if it is of more tokens."""
-    end = losses.last(run)
+    end = losses.last_validation(run)
     steps = [timed.step.step for timed in run.history.steps]
     if end is None:
         return (Series("validation loss", [None] * len(steps), "points", "val"),)
-    validated = {event.step: losses.compared(event)[0] for event in run.history.validations}
+    validated = {event.step: losses.comparable_loss(event)[0] for event in run.history.validations}
     points = [validated.get(step) for step in steps]
-    _, tokens, of = losses.compared(end)
+    _, tokens, of = losses.comparable_loss(end)
     name = "validation loss"
     if of is not None and tokens != of:
         name = f"validation loss {losses.read_on(tokens, of)}"
@@ -95,12 +95,12 @@ def _token_and_time_axes(run: RunHistory) -> tuple[Axis, Axis]:
 def _noisy_and_smoothed(name: str, values: Sequence[float | None], tint: str) -> tuple[Series, ...]:
     """Return a noisy series as it is, faint, and smoothed; both without a point where there is no
     value."""
-    means = iter(smooth([value for value in values if value is not None]))
+    means = iter(moving_mean([value for value in values if value is not None]))
     smoothed = [None if value is None else next(means) for value in values]
     return Series(name, values, "faint", tint), Series(f"{name} smoothed", smoothed, "line", tint)
 
 
-def smooth(values: Sequence[float]) -> list[float]:
+def moving_mean(values: Sequence[float]) -> list[float]:
     """Average each value with its neighbours, the same number before and after: nothing lags."""
     sums = [0.0, *accumulate(values)]
     reach = math.ceil(len(values) * _SMOOTHING)

@@ -148,7 +148,7 @@ def open_run(path: Path) -> RunHistory:
             fact="no worker has written an event",
             remedy=command("resume", path),
         )
-    history = trace(read_events(folder.events))
+    history = follow_events(read_events(folder.events))
     plan = folder.load_plan()
     record = load(folder.record, RunRecord)
 
@@ -169,7 +169,7 @@ def open_run(path: Path) -> RunHistory:
     for rank in range(1, len(plan.devices)):
         log = folder.logs / f"rank-{rank}.events.jsonl"
         if log.exists():
-            others[rank] = trace(read_events(log))
+            others[rank] = follow_events(read_events(log))
     return RunHistory(
         folder=path,
         plan=plan,
@@ -182,7 +182,7 @@ def open_run(path: Path) -> RunHistory:
     )
 
 
-def trace(events: Iterable[Event]) -> History:
+def follow_events(events: Iterable[Event]) -> History:
     """Follow the events of a run through all its starts."""
     recorded = list(events)
     steps: dict[int, Timed] = {}
@@ -271,4 +271,4 @@ def _steps_of(
 
 def is_complete(folder: RunFolder) -> bool:
     """Whether nothing is left to train."""
-    return folder.events.exists() and trace(read_events(folder.events)).reason in COMPLETE
+    return folder.events.exists() and follow_events(read_events(folder.events)).reason in COMPLETE

@@ -14,7 +14,7 @@ LAST_STEPS = 20
 #: say that it was too low.
 LEARN_MORE = "more time or steps, or a smaller size"
 REPEAT_LESS = "more text, a smaller size, or fewer epochs: it has overfitted its training text"
-STEADIER = "a lower train.optimizer.lr: it was better before"
+LOWER_RATE_AFTER_BEST = "a lower train.optimizer.lr: it was better before"
 LOWER_RATE = "a lower train.optimizer.lr: the training loss rose"
 #: A model is called overfitted that has read its text at least this often, and whose training loss
 #: is this far below the validation loss. Choices, not fits.
@@ -40,13 +40,13 @@ def exact(loss: float, standard_error: float | None) -> str:
     return f"{number} ± {standard_error:.3f} (standard error)" if standard_error else number
 
 
-def told(event: Validated) -> str:
+def format_validation(event: Validated) -> str:
     """Format a validation's loss, and the tokens it is of."""
     number = exact(event.loss, event.standard_error)
     return f"{number} {read_on(event.tokens, event.of)}".rstrip()
 
 
-def headline(measured: Measurement) -> str:
+def format_headline(measured: Measurement) -> str:
     """Format the loss that a run is known by, and the tokens it is of."""
     assert measured.val_loss is not None
     number = exact(measured.val_loss, measured.val_standard_error)
@@ -61,7 +61,7 @@ def entropies(run: RunHistory, event: Validated | None) -> dict[str, float]:
     return {"unigram": event.unigram_nats, "bigram": event.bigram_nats}
 
 
-def compared(event: Validated) -> tuple[float, int, int | None]:
+def comparable_loss(event: Validated) -> tuple[float, int, int | None]:
     """Return a validation's loss on the tokens that all validations of its run read, their number,
     and of how many."""
     if event.sample_loss is None or event.sample_tokens is None:
@@ -69,31 +69,31 @@ def compared(event: Validated) -> tuple[float, int, int | None]:
     return event.sample_loss, event.sample_tokens, event.of
 
 
-def last(run: RunHistory) -> Validated | None:
+def last_validation(run: RunHistory) -> Validated | None:
     """Return the validation that a run is known by."""
     return run.history.validations[-1] if run.history.validations else None
 
 
-def notes(run: RunHistory, measured: Measurement) -> list[str]:
+def loss_notes(run: RunHistory, measured: Measurement) -> list[str]:
     """Note which weights were kept, where they are not the last ones, and that a model has learned
     too little."""
     lines = []
-    end = last(run)
+    end = last_validation(run)
     bests = [event for event in run.history.validations if event.best]
     if bests and end is not None and bests[-1].step < end.step:
-        best_loss, tokens, of = compared(bests[-1])
-        last_loss, _, _ = compared(end)
+        best_loss, tokens, of = comparable_loss(bests[-1])
+        last_loss, _, _ = comparable_loss(end)
         best = f"{bests[-1].step:,}: {best_loss:.3f} {read_on(tokens, of)}".rstrip()
         lines.append(
             f"that is of the last step, {end.step:,}; embed, generate and export load the best "
             f"weights, of step {best}, where the last have {last_loss:.3f}"
         )
-    if short := shortfall(run, measured):
+    if short := warn_shortfall(run, measured):
         lines.append(short)
     return lines
 
 
-def shortfall(run: RunHistory, measured: Measurement) -> str | None:
+def warn_shortfall(run: RunHistory, measured: Measurement) -> str | None:
     """Warn of a model above the unigram entropy, with what would help."""
     loss = measured.val_loss
     unigram = measured.unigram_nats
@@ -106,7 +106,7 @@ def shortfall(run: RunHistory, measured: Measurement) -> str | None:
     elif overfitted and epochs >= OVERFITTED_EPOCHS:
         helps = REPEAT_LESS
     elif measured.best_val_loss is not None and measured.best_val_loss < unigram:
-        helps = STEADIER
+        helps = LOWER_RATE_AFTER_BEST
     else:
         helps = LEARN_MORE
     return (

@@ -13,7 +13,7 @@ from farspan.report import losses
 from farspan.report.history import RunHistory
 
 
-def measure(run: RunHistory) -> Measurement | None:
+def measure_run(run: RunHistory) -> Measurement | None:
     """Return what `run` took so far, or None before its first step.
 
     Times and rates are medians over the steps that count (`History.timed`). TFLOP/s a device and
@@ -65,13 +65,13 @@ def measure(run: RunHistory) -> Measurement | None:
     )
 
     # The last validation, and the best one.
-    last = losses.last(run)
+    last = losses.last_validation(run)
     if last is None:
         return measured
     unigram_nats, bigram_nats = losses.entropies(run, last).values()
     perplexity = math.exp(last.loss) if last.loss < 700 else None
-    best = min(history.validations, key=lambda event: losses.compared(event)[0])
-    best_val_loss, best_val_tokens, _ = losses.compared(best)
+    best = min(history.validations, key=lambda event: losses.comparable_loss(event)[0])
+    best_val_loss, best_val_tokens, _ = losses.comparable_loss(best)
     best_step = best.step
     return replace(
         measured,

@@ -6,11 +6,11 @@ from __future__ import annotations
 from pathlib import PurePath
 
 from farspan._version import __version__
-from farspan.domain.model import parameters
+from farspan.domain.model import count_parameters
 from farspan.domain.units import counted, format_count
 from farspan.report import losses
 from farspan.report.history import RunHistory
-from farspan.report.measure import measure
+from farspan.report.measure import measure_run
 
 _HEAD = """---
 library_name: {library}
@@ -108,7 +108,7 @@ def _fill_head(
         "trained": f"{steps}, {format_count(read)} in all ({passes}), in {train.precision}",
         "vocabulary": counted(corpus.vocab_size, "token"),
     }
-    measured = measure(run)
+    measured = measure_run(run)
     if measured is not None and measured.val_loss is not None:
         loss = losses.exact(measured.val_loss, measured.val_standard_error)
         facts["validation loss"] = f"{loss} nats a token, {measured.bits_per_byte:.3f} bits a byte"
@@ -124,7 +124,7 @@ def _fill_head(
         layers=counted(model.layers, "layer"),
         width=model.d_model,
         context=model.context,
-        parameters=format_count(parameters(model)),
+        parameters=format_count(count_parameters(model)),
         version=__version__,
         rows="\n".join(rows),
     )

@@ -17,45 +17,45 @@ from farspan.report import charts, compare_text, losses, plan_terminal, text
 from farspan.report.charts import TINTS, Chart, thin
 from farspan.report.compare import Comparison
 from farspan.report.endings import ending
-from farspan.report.figures import figures
+from farspan.report.figures import run_charts
 from farspan.report.history import RunHistory
-from farspan.report.measure import measure
+from farspan.report.measure import measure_run
 
 if TYPE_CHECKING:
     import jinja2
 
 TEMPLATES = Path(__file__).parent / "template"
 #: Marks of a timeline narrower than this share of it have no number.
-NUMBERED = 0.045
+MIN_NUMBERED_SHARE = 0.045
 
 
 def write_page(run: RunHistory, comparison: Comparison | None = None) -> Path:
     """Write the page as `report.html` into the run directory, and return its path."""
     path = RunFolder(run.folder).report
-    write_atomically(path, page(run, comparison).encode())
+    write_atomically(path, render_page(run, comparison).encode())
     return path
 
 
-def page(run: RunHistory, comparison: Comparison | None = None) -> str:
+def render_page(run: RunHistory, comparison: Comparison | None = None) -> str:
     """Return the whole page as HTML, with the comparison of a run of several devices.
 
     The same events give the same bytes.
     """
-    measured = measure(run)
-    template = environment().get_template("page.html")
-    loss_notes = losses.notes(run, measured) if measured else []
+    measured = measure_run(run)
+    template = template_environment().get_template("page.html")
+    loss_notes = losses.loss_notes(run, measured) if measured else []
     values = {
         "run": run,
         "history": run.history,
         "measured": measured,
         "found": comparison,
-        "figures": figures(run),
+        "figures": run_charts(run),
         "name": run.folder.resolve().name,
         "chart_style": chart_style(),
         "loss_notes": loss_notes,
-        "compared": compare_text.tables(run, measured, comparison),
-        "references": text.references(run, measured),
-        "timeline": timeline(run),
+        "compared": compare_text.comparison_tables(run, measured, comparison),
+        "references": text.entropy_rows(run, measured),
+        "timeline": event_rows(run),
         "environments": _environment_rows(run),
         "config_hash": content_hash(run.config),
         "gloss": text.UNIGRAM_GLOSS,
@@ -65,14 +65,14 @@ def page(run: RunHistory, comparison: Comparison | None = None) -> str:
 
 def chart_svg(chart: Chart) -> str:
     """Draw a chart as an SVG file of its own."""
-    # With context: the macro's own imports need what `environment` gives.
-    template = environment().from_string(
+    # With context: the macro's own imports need what `template_environment` gives.
+    template = template_environment().from_string(
         '{% from "chart.svg" import drawing with context %}{{ drawing(chart, text, style) }}'
     )
     return template.render(chart=thin(chart), text=chart.text, style=chart_style()).strip()
 
 
-def environment(*more: Path) -> jinja2.Environment:
+def template_environment(*more: Path) -> jinja2.Environment:
     """Build the environment of the templates, those of `more` folders too. All text is escaped."""
     import jinja2
 
@@ -113,8 +113,8 @@ def environment(*more: Path) -> jinja2.Environment:
         zip,
     )
     jinja.globals |= {function.__name__: function for function in functions}
-    jinja.globals |= {"width": charts.WIDTH, "height": charts.HEIGHT, "left": charts.LEFT}
-    jinja.globals |= {"tints": TINTS, "numbered": NUMBERED, "words": plan_terminal.WORDS}
+    jinja.globals |= {"width": charts.WIDTH, "height": charts.HEIGHT, "left": charts.LEFT_MARGIN}
+    jinja.globals |= {"tints": TINTS, "numbered": MIN_NUMBERED_SHARE, "words": plan_terminal.WORDS}
     return jinja
 
 
@@ -126,7 +126,7 @@ def chart_style(*more: Path) -> str:
     return re.sub(r"var\(--([\w-]+)\)", lambda match: colours[match[1]], style)
 
 
-def timeline(run: RunHistory) -> list[tuple[str, str, str]]:
+def event_rows(run: RunHistory) -> list[tuple[str, str, str]]:
     """Return (when, what, more) of starts, saves and ends, oldest first."""
     history = run.history
     rows = list[tuple[float, str, str]]()

@@ -14,7 +14,7 @@ import msgspec
 from farspan.domain.codec import write_atomically
 from farspan.domain.units import short_time
 from farspan.report import plan_picture
-from farspan.report.page import environment
+from farspan.report.page import template_environment
 from farspan.report.plan_picture import PARTS, Box, Flow, Picture, SiteView
 
 #: Colours of chart.css: what fills memory.
@@ -33,7 +33,7 @@ HEAD, ROW, GAP, ACROSS = 26, 76, 46, 2
 SIDE = 3
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
+class PageText(msgspec.Struct, frozen=True, kw_only=True):
     """What stands around the pictures, texts only."""
 
     title: str
@@ -77,17 +77,17 @@ class Drawing(msgspec.Struct, frozen=True):
     ways: tuple[DrawnFlow, ...]
 
 
-def write_plan_page(shown: Picture | None, told: Told, path: Path) -> None:
+def write_plan_page(shown: Picture | None, text: PageText, path: Path) -> None:
     """Write the page; without a picture (nothing fits) it has the table and the reasons."""
-    write_atomically(path, plan_page(shown, told).encode())
+    write_atomically(path, plan_page(shown, text).encode())
 
 
-def plan_page(shown: Picture | None, told: Told) -> str:
+def plan_page(shown: Picture | None, text: PageText) -> str:
     """Return the whole page as HTML. The same ranking gives the same bytes."""
-    jinja = environment()
+    jinja = template_environment()
     jinja.globals |= drawing_words() | {
         "lane_name": plan_picture.lane_name,
-        "paces": plan_picture.paces,
+        "paces": plan_picture.format_slowdowns,
         "bars": plan_picture.bars,
         "short_time": short_time,
         "fills": FILLS,
@@ -95,7 +95,7 @@ def plan_page(shown: Picture | None, told: Told) -> str:
     }
     drawing = layout(shown) if shown is not None else None
     return jinja.get_template("plan.html").render(
-        shown=shown, told=told, drawing=drawing, told_plan=told_plan(shown)
+        shown=shown, text=text, drawing=drawing, description=describe_plan(shown)
     )
 
 
@@ -109,7 +109,7 @@ def drawing_words() -> dict[str, Any]:
     }
 
 
-def told_plan(shown: Picture | None) -> str:
+def describe_plan(shown: Picture | None) -> str:
     """Return the cluster's picture in words, for those who do not see it."""
     if shown is None:
         return ""

@@ -319,7 +319,7 @@ def lane_name(shown: Picture, lane: Lane) -> str:
     return replica_label if lane.name == "all devices" else f"{replica_label}, {lane.name}"
 
 
-def paces(shown: Picture) -> str:
+def format_slowdowns(shown: Picture) -> str:
     """How steps follow one another, and what meetings add."""
     text = f"steps follow each other every {short_time(shown.estimate.step_s)}"
     meeting = shown.estimate.step_s - shown.own_s

@@ -11,8 +11,8 @@ from farspan.report.plan_picture import (
     Mark,
     Picture,
     bars,
+    format_slowdowns,
     lane_name,
-    paces,
     rows_line,
     stage_line,
 )
@@ -116,7 +116,7 @@ def timeline(shown: Picture, width: int) -> Iterator[Line]:
     yield from wrapped(
         legend((mark for lane in shown.lanes for mark in lane.marks), "waiting"), width
     )
-    yield from wrapped(paces(shown), width)
+    yield from wrapped(format_slowdowns(shown), width)
 
 
 def legend(marks: Iterable[Mark], nothing: str) -> str:

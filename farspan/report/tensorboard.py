@@ -83,7 +83,7 @@ def _text_value(tag: str, text: str) -> bytes:
 
 def _event_record(at: float, step: int, content: bytes) -> bytes:
     wall_time = _varint(1 << 3 | 1) + struct.pack("<d", at)
-    return record(wall_time + _int_field(2, step) + content)
+    return tfrecord(wall_time + _int_field(2, step) + content)
 
 
 def _int_field(field: int, value: int) -> bytes:
@@ -102,7 +102,7 @@ def _varint(number: int) -> bytes:
     return bytes([*encoded, number])
 
 
-def record(data: bytes) -> bytes:
+def tfrecord(data: bytes) -> bytes:
     """Return one TFRecord."""
     length = struct.pack("<Q", len(data))
     return length + _masked_crc(length) + data + _masked_crc(data)

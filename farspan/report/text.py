@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.forecast import Forecast
-from farspan.domain.model import parameters
+from farspan.domain.model import count_parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import command
 from farspan.domain.results import Estimate, Measurement, Recovered
@@ -20,10 +20,10 @@ from farspan.domain.units import (
 )
 from farspan.report import losses
 from farspan.report.compare import Comparison
-from farspan.report.compare_text import step_lines, tables
+from farspan.report.compare_text import comparison_tables, step_lines
 from farspan.report.endings import ended_at
 from farspan.report.history import COMPLETE, RunHistory
-from farspan.report.measure import measure
+from farspan.report.measure import measure_run
 from farspan.report.tables import table_lines
 
 #: The summary names the last of a run's recoveries, at most this number.
@@ -36,7 +36,7 @@ def model_line(plan: Plan) -> str:
     """`gpt2-like, 6 layers x 384, 13.9 M parameters`."""
     model = plan.model
     layers = counted(model.layers, "layer")
-    count = format_count(parameters(model))
+    count = format_count(count_parameters(model))
     return f"{model.family}-like, {layers} x {model.d_model}, {count} parameters"
 
 
@@ -62,7 +62,7 @@ def plan_line(
     return f"{model_line(plan)} · {reads} = {steps} · predicted {takes}"
 
 
-def summary(run: RunHistory, compared: Comparison | None = None) -> str:
+def run_summary(run: RunHistory, compared: Comparison | None = None) -> str:
     """Return the lines after training: how it ended, what the model reached, what it took.
 
     Of several devices also how that compares with the prediction.
@@ -71,18 +71,18 @@ def summary(run: RunHistory, compared: Comparison | None = None) -> str:
     done = history.steps[-1].step.step if history.steps else 0
     ended = ended_at(history.reason, done, run.plan.train)
     lines = [f"{ended}{_restarts_text(run)}"]
-    if (measured := measure(run)) is not None:
+    if (measured := measure_run(run)) is not None:
         if measured.val_loss is not None:
             assert measured.unigram_nats is not None
             above = gap(measured.val_loss, measured.unigram_nats)
             facts = [
-                f"validation loss {losses.headline(measured)}",
+                f"validation loss {losses.format_headline(measured)}",
                 f"perplexity {maybe(measured.perplexity, ',.1f')}",
                 f"{maybe(measured.bits_per_byte, '.3f')} bits a byte",
                 f"{above} the unigram entropy ({UNIGRAM_GLOSS})",
             ]
             lines.append(" · ".join(facts))
-            lines += losses.notes(run, measured)
+            lines += losses.loss_notes(run, measured)
         facts = [
             tokens_line(measured),
             f"{measured.tokens_per_s:,.0f} tokens/s within steps",
@@ -131,19 +131,19 @@ def _restarts_text(run: RunHistory) -> str:
     return f" · {' and '.join(parts)}, {lost} done twice or lost"
 
 
-def report(run: RunHistory, compared: Comparison | None = None) -> str:
+def run_report(run: RunHistory, compared: Comparison | None = None) -> str:
     """`farspan report` as plain text: the summary, then predicted against measured, of several
     devices also by part and by device, then loss against entropies."""
-    measured = measure(run)
+    measured = measure_run(run)
     name = run.folder.resolve().name
-    lines = [f"{name}: {model_line(run.plan)}", summary(run, compared)]
+    lines = [f"{name}: {model_line(run.plan)}", run_summary(run, compared)]
     if duplicates := run.corpus.duplicates_line:
         lines.append(duplicates)
-    for rows in tables(run, measured, compared):
-        lines += ["", *table(rows)]
-    if rows := references(run, measured):
+    for rows in comparison_tables(run, measured, compared):
+        lines += ["", *align_table(rows)]
+    if rows := entropy_rows(run, measured):
         heads = ("nats a token", "entropy", "validation loss", "difference")
-        lines += ["", *table([heads, *rows])]
+        lines += ["", *align_table([heads, *rows])]
         assert measured is not None
         if where := losses.read_on(measured.val_tokens, measured.val_of):
             lines.append(f"loss and entropies {where}")
@@ -154,14 +154,14 @@ def report(run: RunHistory, compared: Comparison | None = None) -> str:
     return "\n".join(lines)
 
 
-def references(run: RunHistory, measured: Measurement | None) -> list[tuple[str, str, str, str]]:
+def entropy_rows(run: RunHistory, measured: Measurement | None) -> list[tuple[str, str, str, str]]:
     """Return rows (reference, its entropy, validation loss, loss minus entropy), in nats a
     token."""
     if measured is None or measured.val_loss is None:
         return []
     loss = measured.val_loss
     rows = []
-    for name, nats in losses.entropies(run, losses.last(run)).items():
+    for name, nats in losses.entropies(run, losses.last_validation(run)).items():
         rows.append((name, f"{nats:.3f}", f"{loss:.3f}", f"{loss - nats:+.3f}"))
     return rows
 
@@ -180,7 +180,7 @@ def maybe(number: float | None, how: str) -> str:
     return "n/a" if number is None else format(number, how)
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
+def align_table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Align rows, the first a heading, in columns: the first to the left, the others to the
     right."""
     heads, *body = rows

@@ -6,12 +6,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from farspan.domain.results import COMPUTE, Span, Step, Traced
+from farspan.domain.results import COMPUTE_SPANS, Span, Step, Traced
 from farspan.report.history import RunHistory
 from farspan.report.plan_picture import Mark
 
 #: What a span of a kind is counted as: the three parts of an Estimate's step.
-PARTS = {**dict.fromkeys(COMPUTE, "compute"), "collective": "communication", "receive": "waiting"}
+PARTS = {
+    **dict.fromkeys(COMPUTE_SPANS, "compute"),
+    "collective": "communication",
+    "receive": "waiting",
+}
 #: `down` brings activations from the stage before, `up` gradients from the next one.
 Direction = Literal["down", "up"]
 

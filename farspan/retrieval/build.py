@@ -32,7 +32,7 @@ from farspan.corpus.copies import Copies
 from farspan.domain.codec import content_hash, load, save
 from farspan.domain.problems import Refusal
 from farspan.domain.units import counted
-from farspan.launch.lock import locked
+from farspan.launch.lock import lock_file
 from farspan.launch.trust import require_server, seal_server
 from farspan.retrieval import passages, stores
 from farspan.retrieval.chunk import Chunk, chunk_document
@@ -130,7 +130,7 @@ def build(task: Task) -> IndexManifest:
             manifest = msgspec.structs.replace(manifest, source=task.source)
             save(manifest, path / MANIFEST)
         _seal_servers(path, manifest)
-        task.say(f"index {path} is up to date")
+        task.write_line(f"index {path} is up to date")
         return manifest
 
     with _lock_building(building, path):
@@ -146,7 +146,7 @@ def build(task: Task) -> IndexManifest:
             manifest = _write_index(task, building, documents, corpus, before)
             save(manifest, path / MANIFEST)
             _remove_others(path, {MANIFEST, manifest.files}, building)
-        _drop_old_vectors(path, building, manifest, task.say)
+        _drop_old_vectors(path, building, manifest, task.write_line)
         shutil.rmtree(building, ignore_errors=True)
     return manifest
 
@@ -199,7 +199,7 @@ def _lock_building(building: Path, path: Path) -> IO[bytes]:
     while True:
         building.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):
-            lock = locked(building / "lock", "this index is being made already", path)
+            lock = lock_file(building / "lock", "this index is being made already", path)
             # The folder may have been removed, and made again, before the lock was taken.
             current = (building / "lock").stat()
             if os.path.samestat(os.fstat(lock.fileno()), current):
@@ -409,7 +409,9 @@ def _fit_and_embed(task: Task, chunked: Chunked, corpus: str) -> Embedded:
     """Embed every chunk, and fit the embedder to the documents of today."""
     num_chunks = len(chunked.chunks)
     num_documents = len(chunked.documents)
-    task.say(f"embedding {counted(num_chunks, 'chunk')} of {counted(num_documents, 'document')}")
+    task.write_line(
+        f"embedding {counted(num_chunks, 'chunk')} of {counted(num_documents, 'document')}"
+    )
     embedder, vectors_NE, evaluation = fit_corpus(task, chunked.chunks)
     fit = Fit(
         id=_fit_id(task, corpus),
@@ -438,7 +440,7 @@ def _embed_new(task: Task, chunked: Chunked, old: Index) -> Embedded:
 
     num_kept = len(chunked.documents) - chunked.new
     removed = manifest.documents - num_kept
-    task.say(
+    task.write_line(
         f"{counted(chunked.new, 'document')} new or changed, {removed:,} gone: embedding "
         f"{counted(len(new), 'chunk')}"
     )
@@ -549,7 +551,7 @@ def _record_tables(
 
 
 def _drop_old_vectors(
-    path: Path, building: Path, manifest: IndexManifest, say: Callable[[str], None]
+    path: Path, building: Path, manifest: IndexManifest, write_line: Callable[[str], None]
 ) -> None:
     """Remove from servers what the new index does not need.
 
@@ -567,4 +569,4 @@ def _drop_old_vectors(
                 _delete_others(store, store.ids(), ids_N)
         except Refusal as refusal:
             what = refusal.problem.what
-            say(f"what the old index had in {recorded.table} is still there: {what}")
+            write_line(f"what the old index had in {recorded.table} is still there: {what}")

@@ -30,7 +30,7 @@ from farspan.retrieval.pairs import Pairs
 from farspan.retrieval.passages import Damaged
 from farspan.retrieval.pooling import Processes, pool_batch
 from farspan.retrieval.stores import Vectors
-from farspan.retrieval.tuning import KINDS, tune, vectors_of
+from farspan.retrieval.tuning import KINDS, embed_texts, fit_embedder
 from farspan.retrieval.work import IndexWork
 from farspan.runtime.model.decoder import Decoder
 
@@ -96,7 +96,7 @@ class Embedder:
         bags = (passages.bags, asked.bags)
         pooled = (passages.pooled, asked.pooled)
         weights_V = inverse_frequency(passages.bags, spec.vocab_size)
-        tuned = tune(bags, pooled, weights_V, pairs, spec.d_model, fit, self._work, seconds)
+        tuned = fit_embedder(bags, pooled, weights_V, pairs, spec.d_model, fit, self._work, seconds)
         fitted = {"weights": self._fitted["weights"], **tuned}
         return Embedder(self._model, self._tokenizer, fitted, self._work, self._processes)
 
@@ -105,7 +105,7 @@ class Embedder:
 
     def vectors(self, texts: Read, kind: str) -> Vectors:
         """Return unit vectors (N, E), float32, `kind` being "passage" or "query"."""
-        return vectors_of(self._fitted, texts.bags, texts.pooled, kind)
+        return embed_texts(self._fitted, texts.bags, texts.pooled, kind)
 
     def passages(self, texts: Sequence[str]) -> Vectors:
         """Return unit vectors (N, E), float32. States beyond the model's context are left out."""

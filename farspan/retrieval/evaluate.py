@@ -17,10 +17,19 @@ import numpy as np
 import numpy.typing as npt
 
 from farspan.domain.units import counted
-from farspan.domain.words import joined
+from farspan.domain.words import join_words
 from farspan.report.tables import table_lines
 from farspan.retrieval.lexical import K1, B, Lexical, Numbered
-from farspan.retrieval.metrics import Floats, Ints, bootstrap, hit, mrr, ndcg, ranks, recall
+from farspan.retrieval.metrics import (
+    Floats,
+    Ints,
+    bootstrap_interval,
+    hit,
+    mrr,
+    ndcg,
+    recall,
+    relevant_ranks,
+)
 from farspan.retrieval.queries import Kind, Queries, Query
 from farspan.retrieval.rank import SYSTEM_NAMES, Nearest, fuse, vector_scores
 from farspan.retrieval.stores import Scores, Vectors
@@ -130,18 +139,18 @@ def evaluate(
 
     `bodies` are the candidates' texts, `owners[i]` is the document of body chunk i.
     """
-    chosen = choose(bodies, owners, queries.tuning, sides["model"], seed)
+    chosen = choose_settings(bodies, owners, queries.tuning, sides["model"], seed)
     N = len(bodies)
     # Ranks of the relevant documents by system and query.
     by_system: dict[str, list[Ints]] = {}
-    nearest = {name: exact(owners, side.chunks) for name, side in sides.items()}
+    nearest = {name: exact_search(owners, side.chunks) for name, side in sides.items()}
     for row, query in enumerate(queries.reported):
         scored = {"bm25": chosen.lexical.scores(query.text)}
         for name, side in sides.items():
             scored[name] = vector_scores(nearest[name], side.reported[row], N)
         scored["fused"] = fuse(scored["bm25"], scored["model"], chosen.weight)
         for system, scores_N in scored.items():
-            by_system.setdefault(system, []).append(ranks(scores_N, query.relevant))
+            by_system.setdefault(system, []).append(relevant_ranks(scores_N, query.relevant))
 
     kinds: dict[Kind, KindQuality] = {}
     for kind in dict.fromkeys(query.kind for query in queries.reported):
@@ -149,7 +158,7 @@ def evaluate(
         measured = {}
         qualities = {}
         for system, ranked in by_system.items():
-            values = measure([ranked[row] for row in rows])
+            values = measure_rankings([ranked[row] for row in rows])
             means = {metric: float(values_Q.mean()) for metric, values_Q in values.items()}
             measured[system] = values
             qualities[system] = Quality(**means)
@@ -182,7 +191,7 @@ def evaluate(
     )
 
 
-def choose(
+def choose_settings(
     bodies: Sequence[str],
     owners: npt.ArrayLike,
     tuning: Sequence[Query],
@@ -203,7 +212,7 @@ def choose(
     def measure_ndcg(scores: Iterable[Scores]) -> Floats:
         values = []
         for scores_N, query in zip(scores, tuning, strict=True):
-            values.append(ndcg(ranks(scores_N, query.relevant), 10))
+            values.append(ndcg(relevant_ranks(scores_N, query.relevant), 10))
         return np.array(values)
 
     def bm25_scores(k1: float, b: float) -> list[Scores]:
@@ -216,7 +225,7 @@ def choose(
     k1 = max(K1S, key=lambda k1: bm25_quality(k1, B))
     b = max(BS, key=lambda b: bm25_quality(k1, b))
     bm25_QN = bm25_scores(k1, b)
-    nearest = exact(owners, side.chunks)
+    nearest = exact_search(owners, side.chunks)
     vector_QN = [vector_scores(nearest, query_E, len(bodies)) for query_E in side.tuning]
 
     # Gain of hybrid search in nDCG@10 by fusion weight and query.
@@ -246,7 +255,7 @@ def choose(
     )
 
 
-def exact(owners: npt.ArrayLike, chunks_CE: Vectors) -> Nearest:
+def exact_search(owners: npt.ArrayLike, chunks_CE: Vectors) -> Nearest:
     """Return an exact nearest-neighbour search of chunks; `owners` are their documents."""
     owners_C = np.asarray(owners, np.int64)
 
@@ -266,7 +275,7 @@ def _balance_kinds(kinds: Sequence[Kind]) -> Floats:
     return np.array([1 / (num_kinds * kinds.count(kind)) for kind in kinds])
 
 
-def measure(rankings: Sequence[Ints]) -> dict[str, Floats]:
+def measure_rankings(rankings: Sequence[Ints]) -> dict[str, Floats]:
     """Return each metric of each query, from the ranks of its relevant documents."""
     values = {}
     for name, metric in METRICS.items():
@@ -283,12 +292,12 @@ def _compare_systems(
 
 def _score_difference(a: str, b: str, differences_Q: Floats, seed: int) -> ScoreDifference:
     """Return the mean of differences in nDCG@10 by query, with its bootstrap interval."""
-    interval = bootstrap(differences_Q, seed=seed)
+    interval = bootstrap_interval(differences_Q, seed=seed)
     mean = float(differences_Q.mean())
     return ScoreDifference(a=a, b=b, metric="ndcg_at_10", mean=mean, interval=interval)
 
 
-def table(evaluation: Evaluation) -> str:
+def format_evaluation(evaluation: Evaluation) -> str:
     """Return the evaluation as text.
 
     It has systems by kind of query, differences with intervals, and the queries and candidates.
@@ -320,16 +329,16 @@ def table(evaluation: Evaluation) -> str:
     for kind, measured in evaluation.kinds.items():
         if measured.tuning:
             tuned.append(_count_queries(measured.tuning, kind))
-    tuning = joined(tuned) or "no queries"
+    tuning = join_words(tuned) or "no queries"
     k1 = f"{evaluation.k1:g}"
     b = f"{evaluation.b:g}"
     weight = f"{evaluation.fusion_weight:g}"
     documents = counted(evaluation.documents, "document")
     with_body = f"{evaluation.with_body:,}"
     default = SYSTEM_NAMES[evaluation.default]
-    evidence = why(evaluation)
+    evidence = explain_default(evaluation)
     lines += [
-        f"title queries: the titles of {joined(sources)}, split at separators",
+        f"title queries: the titles of {join_words(sources)}, split at separators",
         f"candidates: {documents} without the text of the query, {with_body} of them not empty",
         *copies,
         f"tuned on {tuning}, none of them above: BM25 with k1 {k1} and b {b}, vectors with weight "
@@ -343,7 +352,7 @@ def _count_queries(number: int, kind: Kind) -> str:
     return counted(number, "own query" if kind == "own" else f"{kind} query")
 
 
-def why(evaluation: Evaluation) -> str:
+def explain_default(evaluation: Evaluation) -> str:
     """Return the evidence for the default system."""
     if evaluation.gain is None:
         return "there are no tuning queries to choose by"

@@ -20,7 +20,7 @@ from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.embed import Embedder, Read
 from farspan.retrieval.evaluate import Evaluation, ModelVectors, evaluate
 from farspan.retrieval.index import Origin, Recipe
-from farspan.retrieval.pairs import pairs_of
+from farspan.retrieval.pairs import mine_pairs
 from farspan.retrieval.pooling import Processes
 from farspan.retrieval.queries import (
     Queries,
@@ -41,8 +41,8 @@ from farspan.runtime.model.decoder import Decoder
 class Task:
     """An index to be built at `path`, and its inputs.
 
-    The first `train` documents are the training split; `write_line` writes lines for people, and `work`
-    counts progress.
+    The first `train` documents are the training split; `write_line` writes lines for people, and
+    `work` counts progress.
     """
 
     path: Path
@@ -52,7 +52,7 @@ class Task:
     train: int
     origin: Origin
     recipe: Recipe
-    say: Callable[[str], None]
+    write_line: Callable[[str], None]
     work: IndexWork
     #: Which of the documents are copies, and where exact copies stand; none without it.
     copies: Copies | None = None
@@ -95,7 +95,7 @@ def fit_corpus(task: Task, chunks: Sequence[Chunk]) -> tuple[Embedder, Vectors, 
     questions = [question_lines(document) for document in documents]
     passages = [passage_of(chunk, questions[chunk.document]) for chunk in bodies]
     copied = [passage_of(chunks[row], questions[chunks[row].document]) for row in copied_rows]
-    pairs = pairs_of(documents[: task.train], bodies, passages, queries.relevant)
+    pairs = mine_pairs(documents[: task.train], bodies, passages, queries.relevant)
     # The rest of the index: passages with their questions, and heads.
     found_rows = [*fitted_rows, *copied_rows]
     found_texts = [*passages, *copied]
@@ -113,7 +113,7 @@ def fit_corpus(task: Task, chunks: Sequence[Chunk]) -> tuple[Embedder, Vectors, 
     task.work.expect("embedding", sum(map(len, to_embed)))
     task.work.expect("fitting", steps_to_fit(len(pairs.texts), recipe.fit))
     limit = f", for {format_seconds(task.fit_s)} at most" if task.fit_s < math.inf else ""
-    task.say(
+    task.write_line(
         f"fitting to {counted(len(pairs.texts), 'pair')} of a title, opening or heading and a "
         f"passage{limit}"
     )

@@ -14,7 +14,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
-def ranks(scores_N: npt.NDArray[np.floating], relevant: Sequence[int]) -> Ints:
+def relevant_ranks(scores_N: npt.NDArray[np.floating], relevant: Sequence[int]) -> Ints:
     """Return the ranks from 1 of the relevant ones among N scored documents, best first.
 
     A document that ties with a relevant one counts as ranked before it, so that ties never help.
@@ -48,7 +48,9 @@ def ndcg(ranks_R: Ints, k: int) -> float:
     return float(gain / ideal_gain)
 
 
-def bootstrap(differences_Q: Floats, *, seed: int, resamples: int = 10_000) -> tuple[float, float]:
+def bootstrap_interval(
+    differences_Q: Floats, *, seed: int, resamples: int = 10_000
+) -> tuple[float, float]:
     """Return the 95 % percentile interval of the mean of paired differences.
 
     The Q queries are resampled with replacement.

@@ -18,11 +18,11 @@ from farspan.retrieval.rank import query_form
 
 #: Passages of a document at most that its title and its opening belong to: the first ones say best
 #: what it is about.
-PASSAGES = 4
+MAX_PASSAGES_OF_TITLE = 4
 #: Pairs at most: more are not read within the steps of a fit.
-MOST = 131_072
+MAX_PAIRS = 131_072
 #: The passages that BM25 finds first for a text, without its own, are what it is told from.
-NEGATIVES = 20
+NUM_NEGATIVES = 20
 
 
 class Pairs(msgspec.Struct, frozen=True):
@@ -36,7 +36,7 @@ class Pairs(msgspec.Struct, frozen=True):
     groups: npt.NDArray[np.int64]
 
 
-def pairs_of(
+def mine_pairs(
     documents: Sequence[Document],
     bodies: Sequence[Chunk],
     passages: Sequence[str],
@@ -56,9 +56,9 @@ def pairs_of(
             opening = opening_of(document)
             for row in rows.get(number, ()):
                 headings = bodies[row].headings[-1:]
-                near = (title, opening) if row in rows[number][:PASSAGES] else ()
+                near = (title, opening) if row in rows[number][:MAX_PASSAGES_OF_TITLE] else ()
                 mined += [(text, row) for text in (*near, *headings) if text.strip()]
-    mined = mined[:: len(mined) // MOST + 1]
+    mined = mined[:: len(mined) // MAX_PAIRS + 1]
     asked = list(dict.fromkeys(text for text, _ in mined))
     numbers = {text: number for number, text in enumerate(asked)}
     groups = np.array([chunk.document for chunk in bodies], np.int64)
@@ -87,7 +87,7 @@ def _mine_negatives(
         return []
     lexical = Lexical.build(passages)
     usable_N = ~np.isin(groups, list(excluded))
-    count = min(NEGATIVES + PASSAGES, len(passages))
+    count = min(NUM_NEGATIVES + MAX_PASSAGES_OF_TITLE, len(passages))
     mined = []
     for text, documents in zip(asked, own, strict=True):
         scores_N = np.where(usable_N, lexical.scores(text), 0)

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from farspan.corpus.processes import spawned
+from farspan.corpus.processes import spawn_pool
 from farspan.domain.codec import load, save
 from farspan.domain.model import ModelSpec
 from farspan.runtime.model.decoder import Decoder
@@ -73,7 +73,7 @@ class Processes:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._pool = spawned(count)
+        self._pool = spawn_pool(count)
 
     def __enter__(self) -> Processes:
         self._folder = tempfile.TemporaryDirectory(prefix="farspan-embed-")

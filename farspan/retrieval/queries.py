@@ -25,14 +25,14 @@ from farspan.retrieval.rank import query_form
 Kind = Literal["title", "question", "opening", "own"]
 #: Documents whose titles and openings are reported: at least, as far as the corpus has them, and at
 #: most; and those of the tuning queries. The same limits hold for documents with questions.
-QUERIES = 500
-MOST = 2000
-TUNING = 300
+MIN_REPORTED_DOCUMENTS = 500
+MAX_REPORTED_DOCUMENTS = 2000
+MAX_TUNING_DOCUMENTS = 300
 #: Words that a document's body needs before the document is asked for.
-BODY_WORDS = 5
+MIN_BODY_WORDS = 5
 #: A line of fewer words is a name rather than an opening, and a heading of fewer no question.
-OPENING_WORDS = 4
-QUESTION_WORDS = 3
+MIN_OPENING_WORDS = 4
+MIN_QUESTION_WORDS = 3
 
 
 class Query(msgspec.Struct, frozen=True):
@@ -134,13 +134,13 @@ def opening_of(document: Document) -> str:
     head = document.text[: head_length(document)]
     lines = [line.strip() for line in head.splitlines() if line.strip()]
     line = lines[-1] if lines else ""
-    if len(words(line)) < OPENING_WORDS or bare(line) == bare(document.title):
+    if len(words(line)) < MIN_OPENING_WORDS or bare(line) == bare(document.title):
         return ""
     return line
 
 
 def _is_question(line: str) -> bool:
-    return line.rstrip().endswith("?") and len(words(line)) >= QUESTION_WORDS
+    return line.rstrip().endswith("?") and len(words(line)) >= MIN_QUESTION_WORDS
 
 
 def choose_queries(
@@ -148,7 +148,7 @@ def choose_queries(
     bodies: Sequence[str],
     train: int,
     seed: int,
-    most_tuning: int = TUNING,
+    most_tuning: int = MAX_TUNING_DOCUMENTS,
     own: Sequence[Query] = (),
     copies: Copies | None = None,
 ) -> Queries:
@@ -168,7 +168,7 @@ def choose_queries(
     own = [Query(query.text, groups.with_near_copies(query.relevant), query.kind) for query in own]
     judged = _relevant_documents(own)
     titled = [n for n in range(copies.kept) if groups.forms[n].strip()]
-    eligible = [n for n in titled if len(words(bodies[n])) >= BODY_WORDS]
+    eligible = [n for n in titled if len(words(bodies[n])) >= MIN_BODY_WORDS]
     eligible = [int(n) for n in rng.permutation(eligible) if n not in judged]
 
     # Questions: validation and half of the training documents are reported, the rest tuned on.
@@ -176,15 +176,15 @@ def choose_queries(
     max_train = train // (8 if asked else 4)
     trained = [n for n in asked if n < train]
     half = min(len(asked) // 2, most_tuning, max_train)
-    reported_questions = [n for n in asked if n >= train][:MOST]
+    reported_questions = [n for n in asked if n >= train][:MAX_REPORTED_DOCUMENTS]
     reported_questions += trained[half:][:max_train]
 
     # Titles and openings: training documents fill up a small validation split.
     named = [n for n in eligible if not _is_question(documents[n].title)]
-    val = [n for n in named if n >= train][:MOST]
+    val = [n for n in named if n >= train][:MAX_REPORTED_DOCUMENTS]
     rest = [n for n in named if n < train]
     tuned = rest[: min(most_tuning, max_train)]
-    num_filling = min(max(QUERIES - len(val), 0), max_train)
+    num_filling = min(max(MIN_REPORTED_DOCUMENTS - len(val), 0), max_train)
     filling = rest[len(tuned) :][:num_filling]
 
     shuffled = [own[int(n)] for n in rng.permutation(len(own))]

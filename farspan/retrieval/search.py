@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from farspan.domain.corpus import Place, cite
+from farspan.domain.corpus import Place, cite_place
 from farspan.domain.notebook import html_table
 from farspan.domain.problems import Refusal
 from farspan.domain.units import counted
@@ -74,7 +74,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     def place(self) -> str:
         """The citation of the passage: `notes/a.md:12, Methods > Sampling` or `a.pdf, page 3`."""
         above = f", {' > '.join(self.headings)}" if self.headings else ""
-        return cite(self.origin, self.line, self.page) + above
+        return cite_place(self.origin, self.line, self.page) + above
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):

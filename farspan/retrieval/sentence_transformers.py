@@ -36,7 +36,7 @@ def write_sentence_transformers(
     """
     if not fitted.exists():
         raise missing_path(fitted)
-    huggingface.export(
+    huggingface.export_model(
         folder,
         trained.model.state_dict(),
         trained.model.spec,

@@ -65,7 +65,7 @@ def steps_to_fit(pairs: int, fit: FitSettings) -> int:
     return min(fit.steps, fit.epochs * steps_per_epoch)
 
 
-def vectors_of(fitted: Fitted, bags: Bags, pooled_NF: Tensor, kind: str) -> Vectors:
+def embed_texts(fitted: Fitted, bags: Bags, pooled_NF: Tensor, kind: str) -> Vectors:
     """Return the unit vectors (N, E) of texts; `kind` is "passage" or "query"."""
     batches = [torch.empty(0, fitted["table"].shape[1])]
     for start in range(0, len(bags), _EMBED_BATCH):
@@ -87,7 +87,7 @@ def _embed_batch(fitted: Fitted, bags: Bags, states_BF: Tensor, kind: str) -> Te
     return F.normalize(F.normalize(lexical_BE, dim=1) + gated_BE, dim=1)
 
 
-def tune(
+def fit_embedder(
     bags: tuple[Bags, Bags],
     pooled: tuple[Tensor, Tensor],
     frequencies_V: Tensor,

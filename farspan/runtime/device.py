@@ -17,9 +17,9 @@ import psutil
 import torch
 
 from farspan._version import __version__
-from farspan.domain.caps import caps
+from farspan.domain.caps import read_caps
 from farspan.domain.cluster import (
-    GIVEN,
+    GIVEN_GPU_VARIABLE,
     READY,
     Cluster,
     DataSheet,
@@ -30,11 +30,11 @@ from farspan.domain.cluster import (
     WorkerSlot,
 )
 from farspan.domain.escapes import shell_word
-from farspan.domain.gpus import TorchGpu, Wheel, is_kind, runs
+from farspan.domain.gpus import TorchGpu, Wheel, has_code_for, is_kind
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Environment
-from farspan.domain.run import commit
+from farspan.domain.run import source_commit
 from farspan.domain.train import Precision
 from farspan.domain.units import counted
 
@@ -52,7 +52,7 @@ def open_device(planned: PlannedDevice, precision: Precision = "fp32") -> torch.
         return torch.device("cpu")
     if planned.backend == "mps" and torch.backends.mps.is_available():
         return torch.device("mps")
-    index = int(os.environ.get(GIVEN, planned.index))
+    index = int(os.environ.get(GIVEN_GPU_VARIABLE, planned.index))
     gpus = usable_gpus() if planned.backend == "cuda" else ()
     if index < len(gpus):
         check_kind(planned, torch.cuda.get_device_name(gpus[index]))
@@ -64,7 +64,7 @@ def open_device(planned: PlannedDevice, precision: Precision = "fp32") -> torch.
         "device-missing",
         what=f"the plan wants {planned.backend} device {planned.index}",
         where=planned.host,
-        fact=f"this machine has {usable} that PyTorch can use; {installed()}",
+        fact=f"this machine has {usable} that PyTorch can use; {installed_torch()}",
         remedy="farspan doctor   (there); or plan for what is here: farspan train run.yaml",
     )
 
@@ -93,10 +93,10 @@ def usable_gpus() -> tuple[int, ...]:
         return ()
     archs = () if torch.version.hip else tuple(torch.cuda.get_arch_list())
     everyone = range(torch.cuda.device_count())
-    return tuple(i for i in everyone if runs(torch.cuda.get_device_capability(i), archs))
+    return tuple(i for i in everyone if has_code_for(torch.cuda.get_device_capability(i), archs))
 
 
-def installed() -> Wheel:
+def installed_torch() -> Wheel:
     """Describe what this PyTorch was built for, and the GPUs that it sees."""
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     seen = list[TorchGpu]()
@@ -124,7 +124,7 @@ def installed() -> Wheel:
     )
 
 
-def hold(variable: str = READY) -> None:
+def apply_lab_limits(variable: str = READY) -> None:
     """Let an emulated device be as slow as it is meant to be, now that its worker has started; or
     with TAKEN be this process's, which was a spare."""
     for line in os.environ.pop(variable, "").splitlines():
@@ -132,7 +132,7 @@ def hold(variable: str = READY) -> None:
         Path(file).write_text(value)
 
 
-def detect(backend: str, workers: int | None) -> Cluster:
+def detect_devices(backend: str, workers: int | None) -> Cluster:
     """Describe this machine as a cluster of one host: its GPUs, or `workers` shares of its CPU."""
     memory = psutil.virtual_memory()
     cores = os.cpu_count() or 1
@@ -186,7 +186,7 @@ def memory_is_full(error: BaseException) -> bool:
     return raised_as_such or bool(FULL.search(str(error)))
 
 
-def settle(device: torch.device) -> None:
+def synchronize_device(device: torch.device) -> None:
     """Wait until a device has computed what was launched; a GPU does so later."""
     if device.type == "cuda":
         # One stream computes. NCCL's sums, on streams of their own, overlap with the passes and
@@ -209,7 +209,7 @@ def usable_memory(device: torch.device) -> int:
     in, allow."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return min([psutil.virtual_memory().total, *(cap.limit for cap in caps())])
+    return min([psutil.virtual_memory().total, *(cap.limit for cap in read_caps())])
 
 
 def free_memory(device: torch.device, allowed: int) -> int:
@@ -219,11 +219,11 @@ def free_memory(device: torch.device, allowed: int) -> int:
         available = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         return int(min(allowed, available) - torch.cuda.memory_allocated(device))
     process_free = allowed - psutil.Process().memory_info().rss
-    group_free = [cap.limit - cap.used for cap in caps()]
+    group_free = [cap.limit - cap.used for cap in read_caps()]
     return min([process_free, psutil.virtual_memory().available, *group_free])
 
 
-def release(device: torch.device) -> None:
+def release_memory(device: torch.device) -> None:
     """Give what is free of this process's memory back, to who measures next and to the limits that
     it is under."""
     gc.collect()
@@ -269,7 +269,7 @@ def environment(device: torch.device) -> Environment:
         cpus=os.cpu_count() or 1,
         threads=torch.get_num_threads(),
         memory_bytes=memory.total,
-        commit=commit(),
+        commit=source_commit(),
     )
 
 

@@ -18,7 +18,7 @@ from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord, cache_folder
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.layout import Corrupt
-from farspan.runtime.device import installed, usable_gpus
+from farspan.runtime.device import installed_torch, usable_gpus
 from farspan.runtime.model.decoder import Decoder
 
 
@@ -82,7 +82,7 @@ def on_device(trained: Trained, device: Literal["auto", "cpu", "cuda", "mps"]) -
             "device-missing",
             what=f"this machine has no {chosen} device that PyTorch can use",
             where=f"--device {chosen}",
-            fact=str(installed()),
+            fact=str(installed_torch()),
             remedy="leave --device out, or look: farspan doctor",
         )
     place = torch.device(f"cuda:{gpus[0]}" if chosen == "cuda" else chosen)
@@ -91,7 +91,7 @@ def on_device(trained: Trained, device: Literal["auto", "cpu", "cuda", "mps"]) -
 
 def _load_tokenizer(run: RunFolder) -> Tokenizer:
     if run.tokenizer.exists():
-        return tokenizers.load(run.tokenizer)
+        return tokenizers.load_tokenizer(run.tokenizer)
     recorded = load_struct(run.record, RunRecord).corpus_folder
     digest = load_struct(run.corpus, CorpusManifest).hash
     corpus = find_corpus(recorded, digest)

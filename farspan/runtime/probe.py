@@ -33,15 +33,15 @@ from farspan.domain.probe import (
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.train import Precision
 from farspan.runtime.device import (
-    detect,
-    installed,
+    detect_devices,
+    installed_torch,
     memory_is_full,
     open_device,
     peak_memory,
-    release,
-    settle,
+    release_memory,
+    synchronize_device,
 )
-from farspan.runtime.model.decoder import Decoder, drawn
+from farspan.runtime.model.decoder import Decoder, initial_parameters
 from farspan.runtime.probing.rates import allreduce_seconds, device_rates
 from farspan.runtime.probing.unit_timing import unit_times
 from farspan.runtime.state.train_state import WORKING_DTYPES, TrainState
@@ -72,7 +72,7 @@ def matmul_rate(request: MatmulQuery) -> dict[str, float]:
 def _time_call(work: Callable[[], object], device: torch.device) -> float:
     began = time.perf_counter()
     work()
-    settle(device)
+    synchronize_device(device)
     return time.perf_counter() - began
 
 
@@ -84,15 +84,15 @@ def measure(request: MeasureQuery) -> ProbeResult:
     # fp32's.
     for precision in sorted(request.precisions, key=BYTES.__getitem__):
         device = open_device(request.device, precision)
-        step_s = quick(_step_times(request, precision, device))
+        step_s = lower_quartile(_step_times(request, precision, device))
         memory = peak_memory(device)
         tokens_per_s = tokens / step_s
         speeds[precision] = Speed(step_s=step_s, tokens_per_s=tokens_per_s, memory_bytes=memory)
-        release(device)
+        release_memory(device)
     return ProbeResult(rows=request.train.batch, seq_len=request.train.seq_len, speeds=speeds)
 
 
-def quick(times: Sequence[float]) -> float:
+def lower_quartile(times: Sequence[float]) -> float:
     """Return the lower quartile: other load on the machine only ever adds time to so few steps. Of
     fewer than four, whose quartile would lie beyond them, the least."""
     if len(times) < 4:
@@ -106,7 +106,7 @@ def _step_times(request: MeasureQuery, precision: Precision, device: torch.devic
     with torch.device("meta"):
         model = Decoder(request.model, attention=train.attention, recompute=train.recompute)
     state = TrainState(model, precision, device)
-    state.load(drawn(request.model, train.seed))
+    state.load(initial_parameters(request.model, train.seed))
     generator = torch.Generator().manual_seed(train.seed)
     shape = train.batch, train.seq_len + 1
     tokens = torch.randint(request.model.vocab_size, shape, generator=generator).to(device)
@@ -133,9 +133,9 @@ def _step_times(request: MeasureQuery, precision: Precision, device: torch.devic
 
 def answer(request: Query) -> object:
     if isinstance(request, DescribeQuery):
-        return detect(request.backend, request.workers)
+        return detect_devices(request.backend, request.workers)
     if isinstance(request, InstalledQuery):
-        return installed()
+        return installed_torch()
     if isinstance(request, RatesQuery):
         return device_rates(request.device, request.shapes, request.dtypes, request.memory)
     if isinstance(request, UnitsQuery):

@@ -29,7 +29,7 @@ def main() -> int:
     # Before what takes seconds: a process that is stopped meanwhile must not outlive the run.
     _signal_at_parents_end(signal.SIGKILL)
     from farspan.runtime import worker
-    from farspan.runtime.device import hold
+    from farspan.runtime.device import apply_lab_limits
 
     line = first_line()
     while f"{line}\n".encode() == SPARE_ASKED:
@@ -46,7 +46,7 @@ def main() -> int:
             os.dup2(log.fileno(), descriptor)
     os.environ.update(task.environment)
     # Of an emulated device: its processor time and memory are this process's from now on.
-    hold(TAKEN)
+    apply_lab_limits(TAKEN)
     sys.argv[1:] = [task.plan, task.run]
     return worker.main()
 

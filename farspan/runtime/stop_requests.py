@@ -10,7 +10,7 @@ import os
 import select
 import signal
 
-from farspan.domain.run import ON_STDIN, SECRET
+from farspan.domain.run import ON_STDIN, SECRET_VARIABLE
 from farspan.domain.standard_input import LED, holds_more
 
 #: Signals by which a machine, an agent or a person ends a process.
@@ -24,11 +24,11 @@ class Launcher:
     def __init__(self) -> None:
         self._parent = os.getppid()
         self._poll = select.poll()
-        self._leads = os.environ.get(SECRET) == ON_STDIN or LED in os.environ
+        self._leads = os.environ.get(SECRET_VARIABLE) == ON_STDIN or LED in os.environ
         if self._leads:
             self._poll.register(0, select.POLLHUP)
 
-    def says_stop(self) -> bool:
+    def requests_stop(self) -> bool:
         """Return whether it has given its word that the run is to end. To be asked once the secret
         was read."""
         return self._leads and holds_more()
@@ -53,8 +53,8 @@ class StopRequests:
         """Return whether the run is to end: the launcher asks for it, or is gone, and nobody else
         would stop this worker. A host that goes away takes the connection to the launcher along:
         there the signal counts."""
-        return self._launcher.says_stop() or (self._launcher.is_gone() and not self._signals)
+        return self._launcher.requests_stop() or (self._launcher.is_gone() and not self._signals)
 
     def preempted(self) -> bool:
         """Return whether this worker is to go, and the run is not."""
-        return bool(self._signals) and not self._launcher.says_stop()
+        return bool(self._signals) and not self._launcher.requests_stop()

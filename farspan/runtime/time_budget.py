@@ -27,7 +27,7 @@ LATE = 0.1
 #: Another number of steps is reported once a pace was kept for the first share of the deadline, and
 #: differs by the second.
 RELIABLE = 0.1
-TOLD = 0.05
+REPORTED_CHANGE = 0.05
 #: Shares of the deadline that the last validation and the sample text may take.
 VALIDATION = 0.1
 SAMPLES = 0.02
@@ -131,7 +131,7 @@ class TimeBudget:
         self._since = (step, elapsed_s)
         return state.token_s is None
 
-    def goes_on(self) -> None:
+    def restart_step_clock(self) -> None:
         """Leave a validation or a checkpoint, which has just ended, out of the next step's time."""
         if self._since is not None:
             step, _ = self._since
@@ -152,7 +152,7 @@ class TimeBudget:
     # -- what rank 0 proposes, and all follow
     #   --------------------------------------------------------------------------------------------
 
-    def say(self, step: int, steps: int, save: bool) -> tuple[int, float, bool]:
+    def propose_steps(self, step: int, steps: int, save: bool) -> tuple[int, float, bool]:
         """On rank 0, after `step` of so far `steps` in all: return the steps in all, the share of
         the time for them that is used, and whether to save."""
         elapsed_s = self._elapsed()
@@ -167,7 +167,7 @@ class TimeBudget:
             self.state.told = self._reports = save = True
         return self._proposed, self._used_share(elapsed_s), save
 
-    def hear(self, step: int, share: float, save: bool) -> bool:
+    def take_proposal(self, step: int, share: float, save: bool) -> bool:
         """Take what rank 0 has proposed. Returns whether the steps in all are to be reported: on
         rank 0, once a run, when all save."""
         # Never less: the learning rate would rise.
@@ -284,7 +284,7 @@ class TimeBudget:
             return False
         if elapsed_s - state.began_s < RELIABLE * self._deadline_s:
             return False
-        return abs(steps - self._planned) > TOLD * self._planned
+        return abs(steps - self._planned) > REPORTED_CHANGE * self._planned
 
 
 def _running_mean(before: float | None, now: float) -> float:

@@ -26,7 +26,7 @@ import torch
 from farspan._version import __version__
 from farspan.corpus import find
 from farspan.corpus import tokenizer as tokenizers
-from farspan.corpus.tokens import TokenFile, fingerprint
+from farspan.corpus.tokens import TokenFile, split_fingerprint
 from farspan.corpus.verbatim import verbatim_share
 from farspan.domain import catalog
 from farspan.domain import epoch as epochs
@@ -34,11 +34,11 @@ from farspan.domain.codec import load, save
 from farspan.domain.corpus import SPLITS, CorpusManifest
 from farspan.domain.epoch import Epoch
 from farspan.domain.memory_kills import own_group
-from farspan.domain.plan import Plan, unsound
-from farspan.domain.preemption import preempted
+from farspan.domain.plan import Plan, find_flaw
+from farspan.domain.preemption import preemption_problem
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import (
-    STOPPED,
+    STOP_REASONS,
     Estimate,
     Event,
     Finished,
@@ -52,14 +52,14 @@ from farspan.domain.train import TrainSpec
 from farspan.domain.units import counted, format_bytes
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.layout import Corrupt
-from farspan.runtime.comm.collective import START_S, Group, meet
+from farspan.runtime.comm.collective import START_S, Group, connect_workers
 from farspan.runtime.comm.heartbeat import SILENCE_S, How
 from farspan.runtime.comm.notices import Notices, run_secret
-from farspan.runtime.comm.ship import share
+from farspan.runtime.comm.ship import share_files
 from farspan.runtime.comm.topology import Topology
-from farspan.runtime.device import environment, hold, memory_is_full, open_device
+from farspan.runtime.device import apply_lab_limits, environment, memory_is_full, open_device
 from farspan.runtime.model import huggingface
-from farspan.runtime.model.decoder import Decoder, drawn
+from farspan.runtime.model.decoder import Decoder, initial_parameters
 from farspan.runtime.model.generate import generate
 from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.stop_requests import Launcher, StopRequests
@@ -97,11 +97,11 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
         worker.prompts = prompts(held_out)
     # The initial weights: drawn by each worker for itself, or read by rank 0 and sent.
     if record.initial is None:
-        executor.load(drawn(plan.model, plan.train.seed))
+        executor.load(initial_parameters(plan.model, plan.train.seed))
     else:
         weights = None
         if group.rank == 0:
-            _, weights = huggingface.read(Path(record.initial).expanduser())
+            _, weights = huggingface.read_model(Path(record.initial).expanduser())
         executor.whole.hand_out(executor.state.master, weights)
         executor.begin()
     if plan.train.compile:
@@ -127,7 +127,7 @@ def check_tokens(group: Group, *files: Windows) -> None:
     """Refuse workers on hosts with other tokens under the corpus's name."""
     if group.world == 1:
         return
-    own = sum(fingerprint(windows.tokens) for windows in files)
+    own = sum(split_fingerprint(windows.tokens) for windows in files)
     expected, *others = group.gather(own)
     for rank, value in enumerate(others, 1):
         if value == expected:
@@ -194,7 +194,7 @@ def train(
             log.write(finished)
 
         def lost(peer: int, how: How) -> None:
-            problem = gone(peer, how, plan, run)
+            problem = lost_worker_problem(peer, how, plan, run)
             with suppress(OSError, Refusal):
                 finish("failed", problem)
             write_problem_file(problem, run, rank, epoch)
@@ -204,9 +204,9 @@ def train(
         group = stack.enter_context(Group(rank, world, device, notices, lost))
         group.introduce()
         try:
-            trainer = start(plan, run, group, log.write, launcher, began, epoch)
+            trainer = start_trainer(plan, run, group, log.write, launcher, began, epoch)
             reason = trainer.run()
-            if reason not in STOPPED:
+            if reason not in STOP_REASONS:
                 weights = trainer.checkpointer.weights()
                 if rank == 0:
                     sample(trainer, weights)
@@ -226,7 +226,7 @@ def train(
                 f"a signal from outside the run asked it to end; step {trainer.state.step} is "
                 "saved, so no step is lost"
             )
-            preemption = preempted(hosts, where=run.path, fact=fact, remedy=run.resume())
+            preemption = preemption_problem(hosts, where=run.path, fact=fact, remedy=run.resume())
         finish(reason, preemption)
     # All have parted from each other, and what they had is saved.
     if preemption is not None:
@@ -237,10 +237,10 @@ def require_own(run: RunFolder, epoch: Epoch) -> None:
     """Check that this worker has a run to write to. Raises Refusal if its folder is gone
     (path-missing), or another has taken its place (superseded)."""
     run.require_there()
-    epochs.require(run.epochs, epoch.number)
+    epochs.require_current(run.epochs, epoch.number)
 
 
-def start(
+def start_trainer(
     plan: Plan,
     run: RunFolder,
     group: Group,
@@ -291,7 +291,7 @@ def start(
             down_s=max(0.0, now - fault.at),
         )
         emit(recovered)
-    hold()
+    apply_lab_limits()
     return trainer
 
 
@@ -308,7 +308,7 @@ def sample(trainer: Trainer, weights: dict[str, torch.Tensor]) -> None:
     except torch.OutOfMemoryError:
         # A model that only many devices hold: a few words more must not end its run as failed.
         model.to("cpu")
-    tokenizer = tokenizers.load(worker.run.tokenizer)
+    tokenizer = tokenizers.load_tokenizer(worker.run.tokenizer)
     for beginning in worker.prompts:
         prompt = tokenizer.decode(beginning)
         text = generate(
@@ -399,7 +399,7 @@ def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: in
     )
 
 
-def gone(peer: int, how: How, plan: Plan, run: RunFolder) -> Problem:
+def lost_worker_problem(peer: int, how: How, plan: Plan, run: RunFolder) -> Problem:
     """Describe to the user that another worker is lost."""
     host = plan.devices[peer].host
     facts: dict[How, str] = {
@@ -432,7 +432,7 @@ def check_plan(plan: Plan, run: RunFolder, rank: int, world: int) -> None:
             fact=f"{world} were started",
             remedy=run.resume(),
         )
-    if wrong := unsound(plan):
+    if wrong := find_flaw(plan):
         raise Refusal(
             "plan-mismatch",
             what="the plan does not hold together",
@@ -446,7 +446,7 @@ def check_version(notices: Notices, rank: int) -> None:
     """Refuse to work with a rank 0 of another version: what they send each other may differ."""
     ours = f"farspan {__version__}, torch {torch.__version__.split('+')[0]}"
     if rank == 0:
-        notices.say("farspan/version", ours)
+        notices.send_to_all("farspan/version", ours)
         return
     (answer,) = notices.wait(["farspan/version"], START_S)
     theirs = answer.decode()
@@ -492,15 +492,15 @@ def main() -> int:
     rank = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
     launcher = Launcher()
-    epoch = epochs.given(os.environ)
+    epoch = epochs.read_own_epoch(os.environ)
     if epoch is None:
         epoch = Epoch(number=epochs.readable_ledger(run.epochs).epoch)
     leave_group(run, rank)
     try:
-        notices = meet(rank, world, run_secret(world))
+        notices = connect_workers(rank, world, run_secret(world))
         if notices is not None:
             check_version(notices, rank)
-            share(notices, rank, world, run)
+            share_files(notices, rank, world, run)
         given = load(Path(sys.argv[1]).expanduser(), Plan)
         check_plan(given, run, rank, world)
         plan = given

@@ -26,7 +26,7 @@ class Technique(Protocol):
         ...
 
 
-def names() -> tuple[str, ...]:
+def technique_names() -> tuple[str, ...]:
     """Return every technique, sorted."""
     return tuple(
         sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
@@ -35,13 +35,13 @@ def names() -> tuple[str, ...]:
 
 def technique(name: str, key: str = "parallel.technique") -> Technique:
     """Return the technique file of that name. Raises Refusal, which offers the nearest one."""
-    if name not in names():
+    if name not in technique_names():
         raise Refusal(
             "out-of-range",
             what=f"there is no technique {name!r}",
             where=f"run.yaml, key {key}",
-            fact=known_names(name, ("auto", *names())),
-            remedy=advise(name, ("auto", *names())),
+            fact=known_names(name, ("auto", *technique_names())),
+            remedy=advise(name, ("auto", *technique_names())),
             key=key,
         )
     return cast(Technique, importlib.import_module(f"{__name__}.{name}"))

@@ -13,14 +13,14 @@ from farspan.domain.codec import content_hash, load
 from farspan.domain.engine import Engine
 from farspan.domain.escapes import shell_word
 from farspan.domain.model import ModelSpec
-from farspan.domain.plan import Plan, Replica, unsound
+from farspan.domain.plan import Plan, Replica, find_flaw
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import Estimate
 from farspan.domain.suggest import advise
 from farspan.domain.train import Schedule, TrainSpec
 from farspan.domain.units import parse_count
 from farspan.estimate.price import estimate
-from farspan.planning.quantities import positive
+from farspan.planning.quantities import parse_positive
 from farspan.planning.question import model_of
 from farspan.techniques import Task
 from farspan_studies.bench.matrix import Cell, Matrix, Shape
@@ -98,7 +98,7 @@ def places_of(cluster: Cluster, devices: str) -> tuple[int, ...] | Problem:
 
 def check_techniques(matrix: Matrix) -> None:
     """Refuse names that are no technique, no published plan and no file."""
-    known = [*techniques.names(), *(PUBLISHED + name for name in fabric().plans)]
+    known = [*techniques.technique_names(), *(PUBLISHED + name for name in fabric().plans)]
     for name in matrix.techniques:
         if name not in known and not (name.endswith(".json") and Path(name).is_file()):
             raise Refusal(
@@ -118,7 +118,7 @@ def case(cell: Cell, matrix: Matrix, cluster: Cluster, engine: Engine, corpus: s
     places = () if isinstance(available, Problem) else available
     seq_len = seq_len_of(cell, model)
     batch = cell.batch * max(1, len(places))
-    tokens = positive(parse_count, matrix.tokens, "tokens", "10M", MATRIX)
+    tokens = parse_positive(parse_count, matrix.tokens, "tokens", "10M", MATRIX)
     train = TrainSpec(
         steps=max(1, round(tokens / (batch * seq_len))),
         batch=batch,
@@ -234,7 +234,7 @@ def _of_file(plan: Plan, task: Task, cell: Cell) -> Plan | Problem:
         },
     }
     differs = ", ".join(name for name, other in unlike.items() if other)
-    if differs or (wrong := unsound(plan)):
+    if differs or (wrong := find_flaw(plan)):
         return Problem(
             code="cannot-plan",
             what=f"{cell.technique} is of another setting",

@@ -57,7 +57,7 @@ def cluster_of(matrix: Matrix, label: str) -> Iterator[Cluster]:
         yield priced(cluster, matrix)
         return
     if isinstance(entry, str):
-        yield priced(clusters.find(entry), matrix)
+        yield priced(clusters.find_cluster(entry), matrix)
         return
     from farspan_lab import spec, state
     from farspan_lab.cluster import of_lab

@@ -17,22 +17,22 @@ from typing import IO, NamedTuple
 import msgspec
 
 from farspan._version import __version__
-from farspan.app.clusters import reached_by
+from farspan.app.clusters import exclusive_launcher
 from farspan.domain.cluster import Cluster
 from farspan.domain.cluster_json import load_cluster_json, save_cluster_json
 from farspan.domain.codec import content_hash, cut_unfinished_line, is_content_hash, load, save
 from farspan.domain.corpus import CorpusManifest
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.domain.escapes import shell_word
-from farspan.domain.model import parameters
+from farspan.domain.model import count_parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal
-from farspan.domain.run import cache_folder, commit
+from farspan.domain.run import cache_folder, source_commit
 from farspan.domain.units import format_seconds, parse_count, parse_duration, short_time
-from farspan.launch.lock import locked
-from farspan.launch.trial import WARMUP, Limits, predicted_s, trial
+from farspan.launch.lock import lock_file
+from farspan.launch.trial import WARMUP, Limits, predicted_s, run_trial
 from farspan.planning.model_speed import hourly_price
-from farspan.planning.quantities import positive
+from farspan.planning.quantities import parse_positive
 from farspan.semantics.identity import lasting
 from farspan_studies.bench.cases import MATRIX, Case, case, check_techniques, key_of, spec_of
 from farspan_studies.bench.clusters import There, bare, clusters_of, figures_hash
@@ -117,7 +117,9 @@ class Results:
         """One measures into the folder at a time, until this is closed. Raises Refusal
         (run-busy)."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        return locked(self.folder / ".lock", "this matrix is being measured already", self.folder)
+        return lock_file(
+            self.folder / ".lock", "this matrix is being measured already", self.folder
+        )
 
     def write_table(self) -> None:
         """All rows as one table, a column a field."""
@@ -164,7 +166,7 @@ def measure(
 ) -> list[Row]:
     """Measure what is missing and return all rows. Without `agreed`, refuses a long matrix."""
     check_techniques(matrix)
-    positive(parse_duration, matrix.deadline, "deadline", "5m", MATRIX)
+    parse_positive(parse_duration, matrix.deadline, "deadline", "5m", MATRIX)
     with contextlib.ExitStack() as stack:
         stack.enter_context(results.held())  # Before anything that would disturb who measures here.
         rows = results.read()
@@ -269,9 +271,9 @@ def meant(matrix: Matrix, cell: Cell, described: tuple[Cluster, str], paces: Tri
     """Return a cell as a plan, priced on its cluster as far as that was tried."""
     (cluster, cluster_hash) = described
     entry = matrix.clusters[cell.cluster]
-    launcher = reached_by(entry) or "local" if isinstance(entry, str) else "local"
+    launcher = exclusive_launcher(entry) or "local" if isinstance(entry, str) else "local"
     folder, manifest = corpus(spec_of(matrix.models[cell.model]).vocab_size, matrix.seed)
-    priced = case(cell, matrix, paces.cluster(cell), engine("farspan"), manifest.hash)
+    priced = case(cell, matrix, paces.cluster(cell), load_engine("farspan"), manifest.hash)
     if isinstance(
         priced.made, Plan
     ):  # Known again on another day: without the processes of a lab, and prices.
@@ -312,11 +314,11 @@ def measured(matrix: Matrix, todo: Todo) -> tuple[Row, Plan | None]:
         return row_of(
             matrix, todo, at, status="oom" if short else "no-plan", cause=f"not run: {cause}"
         ), None
-    deadline_s = positive(parse_duration, matrix.deadline, "deadline", "5m", MATRIX)
+    deadline_s = parse_positive(parse_duration, matrix.deadline, "deadline", "5m", MATRIX)
     warmup, steps = steps_of(matrix, priced.estimate.step_s)
     within = Limits(steps=steps, deadline_s=deadline_s, warmup=warmup)
     try:
-        result = trial(priced.made, todo.corpus, priced.cluster, todo.launcher, within)
+        result = run_trial(priced.made, todo.corpus, priced.cluster, todo.launcher, within)
     except OSError as error:  # As of a full disk: other cells may be measured.
         return row_of(matrix, todo, at, status="failed", cause=str(error)), priced.made
     row = row_of(
@@ -371,7 +373,7 @@ def row_of(matrix: Matrix, todo: Todo, at: str, *, status: Status, cause: str) -
     low, high = estimate.interval if estimate is not None else (1.0, 1.0)
     step_s = None if estimate is None else estimate.step_s
     flops = 1e12 * alpa_tflops(priced.model, priced.train.batch, priced.train.seq_len, 1.0, 1)
-    run_tokens = positive(parse_count, matrix.tokens, "tokens", "10M", MATRIX)
+    run_tokens = parse_positive(parse_count, matrix.tokens, "tokens", "10M", MATRIX)
     used = dict.fromkeys(device.host for device in plan.devices) if plan else {}
     links = [priced.cluster.link(a, b) for a, b in itertools.combinations(used, 2)]
     return Row(
@@ -386,7 +388,7 @@ def row_of(matrix: Matrix, todo: Todo, at: str, *, status: Status, cause: str) -
         used=len(priced.places)
         or (int(priced.cell.devices) if priced.cell.devices.isdigit() else 0),
         rows=priced.train.batch,
-        parameters=parameters(priced.model),
+        parameters=count_parameters(priced.model),
         step_tokens=priced.train.tokens_per_step,
         step_flops=flops,
         run_tokens=run_tokens,
@@ -399,7 +401,7 @@ def row_of(matrix: Matrix, todo: Todo, at: str, *, status: Status, cause: str) -
         at=at,
         seed=matrix.seed,
         farspan=__version__,
-        commit=commit(),
+        commit=source_commit(),
         torch=version("torch"),
         python=platform.python_version(),
     )

@@ -13,7 +13,7 @@ from farspan.app.clusters import first_device
 from farspan.app.resolving import PROBE_S
 from farspan.domain.cluster import Cluster
 from farspan.domain.codec import content_hash, load, save
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Plan
 from farspan.domain.probe import ProbeResult
@@ -114,7 +114,7 @@ def _as_found(
     """Return the cluster as the trial found its first device; as it is where there is none."""
     if trial is None or trial.probe is None:
         return plain
-    return model_speed.calibrated(plain, model, train, engine("farspan"), trial.probe)
+    return model_speed.calibrate_cluster(plain, model, train, load_engine("farspan"), trial.probe)
 
 
 def as_tried(folder: Path, plain: Cluster, cluster_hash: str, plan: Plan) -> Cluster:
@@ -130,7 +130,7 @@ def tried(case: Case, plain: Cluster) -> DeviceTrial:
     """Return a few steps of a case's model on the first device, of as many of its sequences as fit
     there."""
     wanted = msgspec.structs.replace(case.train, batch=case.cell.batch, steps=1)
-    train = model_speed.fitting(case.model, wanted, plain, engine("farspan"))
+    train = model_speed.fit_batch(case.model, wanted, plain, load_engine("farspan"))
     at = first_device(plain)
     if isinstance(train, Problem):
         return DeviceTrial(why=f"{train.what}: {train.fact}")

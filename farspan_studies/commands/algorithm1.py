@@ -13,7 +13,7 @@ import msgspec
 from farspan.app.resolving import Resolved
 from farspan.cli.arguments import words_again
 from farspan.cli.console import Console
-from farspan.cli.plan_table import paragraph
+from farspan.cli.plan_table import wrap_paragraph
 from farspan.domain.config import ParallelConfig
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal, command
@@ -76,26 +76,26 @@ def select(
     steps = epsilon(given.epsilon or EPSILON)(resolved)
     from farspan.app import choosing, clusters
     from farspan.app.trial_cache import TrialCache
-    from farspan.launch.trial import limits
+    from farspan.launch.trial import trial_limits
     from farspan_studies.papers.algorithm1 import choose
 
-    trials = TrialCache(resolved, clusters.launcher(asked), again=given.again)
+    trials = TrialCache(resolved, clusters.find_launcher(asked), again=given.again)
 
     def measure(plan: Plan, step_s: float) -> Trial:
-        return trials.run(plan, limits(plan, resolved.cluster, step_s, steps))
+        return trials.run(plan, trial_limits(plan, resolved.cluster, step_s, steps))
 
-    console.say(
+    console.write_line(
         f"epsilon: {steps} steps of each; delta: {delta:g}; T in TFLOP/s a device, 0 for what fails"
     )
     result = choose(
         resolved.cluster,
-        choosing.question_of(resolved, asked),
+        choosing.selection_task_of(resolved, asked),
         measure,
         delta,
-        say=lambda candidate: console.say(f"  {said(candidate)}"),
+        say=lambda candidate: console.write_line(f"  {said(candidate)}"),
     )
-    console.say(f"  {'Tz':5} {result.speeds.tz:.4g}")
-    console.say(paragraph(sentence(result, delta)))
+    console.write_line(f"  {'Tz':5} {result.speeds.tz:.4g}")
+    console.write_line(wrap_paragraph(sentence(result, delta)))
     answer = {"algorithm": "paper", **msgspec.to_builtins(result)}
     if result.plan is None:
         what = "Algorithm 1 chooses nothing"

@@ -41,10 +41,10 @@ def run(given: argparse.Namespace, console: Console) -> None:
     require_torch()
     matrix = load_yaml(path_of(given.matrix), Matrix)
     results = Results(given.out or Path("bench") / matrix.name)
-    rows = measure(matrix, results, console.say, agreed=given.yes, retry=given.retry)
+    rows = measure(matrix, results, console.write_line, agreed=given.yes, retry=given.retry)
     counts: dict[str, Any] = dict(Counter(row.status for row in rows))
     by_status = ", ".join(f"{count} {status}" for status, count in counts.items())
-    console.say(
+    console.write_line(
         f"{len(rows)} cells: {by_status}; {results.table}; look at them: "
         f"{command('report', results.folder)}"
     )

@@ -86,7 +86,7 @@ def show(
     more: Sequence[Chart] = (),
 ) -> None:
     """Tables as text, the page and the tables for a paper as files."""
-    from farspan.report.text import table
+    from farspan.report.text import align_table
     from farspan_studies.pages import results
     from farspan_studies.pages.results_page import counts, write_results
 
@@ -99,10 +99,10 @@ def show(
             tuple(f"{cell} *" if place == best else cell for place, cell in enumerate(row))
             for row, best in zip(text_table.rows, text_table.best, strict=True)
         ]
-        console.say(f"{text_table.title} (* the best, x out of memory, - no plan)")
-        for line in table([text_table.heads, *marked]):
-            console.say(line)
-        console.say()
-    console.say(f"{len(rows)} cells: {counts(rows, predicted=predicted)}")
-    console.say(f"page: {page}; tables for a paper: {tables}")
+        console.write_line(f"{text_table.title} (* the best, x out of memory, - no plan)")
+        for line in align_table([text_table.heads, *marked]):
+            console.write_line(line)
+        console.write_line()
+    console.write_line(f"{len(rows)} cells: {counts(rows, predicted=predicted)}")
+    console.write_line(f"page: {page}; tables for a paper: {tables}")
     console.answer({"folder": str(folder), "page": str(page), "tables": text_tables, "rows": rows})

@@ -12,7 +12,7 @@ import msgspec
 
 from farspan.cli.console import Console
 from farspan.domain.cluster import Cluster
-from farspan.domain.engine import Engine, engine
+from farspan.domain.engine import Engine, load_engine
 from farspan.domain.model import ModelSpec
 from farspan.domain.results import Estimate
 from farspan.domain.train import TrainSpec
@@ -37,7 +37,7 @@ def _fabric(console: Console) -> None:
     from farspan_studies.papers import fabric_study, findings
     from farspan_studies.papers.published import fabric, mean_error
 
-    used = engine("alpa2022")
+    used = load_engine("alpa2022")
     published = fabric()
     cells = fabric_study.cells(used, best_plan)
     scored = fabric_study.score(cells)
@@ -77,7 +77,7 @@ def _fabric(console: Console) -> None:
 
 def _say_fabric(console: Console, answer: dict[str, Any], cells: Sequence[Any]) -> None:
     settings = answer["settings"]
-    console.say(
+    console.write_line(
         f"arXiv 2602.02632 under engine alpa2022. Assumed: sequences of {settings.sequence} "
         "tokens, "
         f"{settings.rows_per_device} a device, {settings.microbatches} microbatches, "
@@ -127,7 +127,7 @@ def _say_fabric(console: Console, answer: dict[str, Any], cells: Sequence[Any]) 
         )
     table.say(console)
     for line in _fabric_summary(answer):
-        console.say(line)
+        console.write_line(line)
     _say_rest(console, answer, ("mape", "largest_change", "verdicts_right"))
 
 
@@ -158,7 +158,7 @@ def _slm_cost(console: Console) -> None:
     from farspan_studies.papers import cost_study
     from farspan_studies.papers.published import cost_study as published
 
-    used = engine("torch2024")
+    used = load_engine("torch2024")
     study = published()
     cells = cost_study.study_cells(used)
     surface = cost_study.surface(used)
@@ -175,7 +175,7 @@ def _slm_cost(console: Console) -> None:
         "findings": cost_study.study_findings(surface),
         "surface": surface,
     }
-    console.say(
+    console.write_line(
         f"arXiv 2410.19456 under engine torch2024, A100-80GB. Unit: {study.unit}. {study.note}."
     )
     table = Table(
@@ -194,7 +194,7 @@ def _slm_cost(console: Console) -> None:
             "held out" if cell.held_out else "fitted",
         )
     table.say(console)
-    console.say(
+    console.write_line(
         f"Mean error: {answer['mape']:.1%} on {', '.join(study.held_out)}, which were held out; "
         f"{answer['fitted_mape']:.1%} on {', '.join(study.fitted_on)}."
     )
@@ -233,7 +233,7 @@ def _published(console: Console) -> None:
         **{name: unseen_runs.score(own) for name, own in by_engine.items()},
     }
     for name, one in scores.items():
-        console.say(
+        console.write_line(
             f"{name}: {one.runs} runs, median error {one.median:.1%} ({one.usual_median:.1%} if "
             "all had "
             f"{unseen_runs.USUAL_MFU:.0%} MFU), {one.inside:.0%} inside intervals that are "
@@ -245,7 +245,9 @@ def _published(console: Console) -> None:
     assumed = [row for row in rows if row.assumed_gbit is not None]
     _say_assumed(console, assumed)
     kinds = unseen_runs.block_scores(blocks)
-    console.say("Blocks, median error by GPU from the data sheet, and with one other shape known:")
+    console.write_line(
+        "Blocks, median error by GPU from the data sheet, and with one other shape known:"
+    )
     table = Table("GPU", "", ">times", ">data sheet", ">one known")
     for kind in kinds:
         known = "" if kind.known_median is None else f"{kind.known_median:.0%}"
@@ -269,7 +271,7 @@ def _say_sources(console: Console, sources: Sequence[Any]) -> None:
     """Median errors by source, and their median."""
     over = statistics.median(one.median for one in sources)
     usual = statistics.median(one.usual_median for one in sources)
-    console.say(
+    console.write_line(
         f"By source: {len(sources)} sources, median of their median errors {over:.1%} "
         f"({usual:.1%} if all had the same MFU)."
     )
@@ -284,7 +286,7 @@ def _say_assumed(console: Console, rows: Sequence[Any]) -> None:
     from farspan_studies.papers.unseen_runs import score
 
     own = score(rows)
-    console.say(
+    console.write_line(
         f"{own.runs} runs on several hosts state no network, so that what is assumed between hosts "
         f"decides: median error {own.median:.1%}, {own.inside:.0%} inside."
     )
@@ -313,16 +315,18 @@ def _say_surface(console: Console, surface: Sequence[Any]) -> None:
             table.add(
                 gpu, model[4:], *("-" if top is None else f"{top.plotted:,.0f}" for top in tops)
             )
-        console.say(f"Predicted, {title}:")
+        console.write_line(f"Predicted, {title}:")
         table.say(console)
 
 
 def _say_rest(console: Console, answer: dict[str, Any], columns: Sequence[str]) -> None:
     for finding in answer["findings"]:
-        console.say(f"- {finding}")
-    console.say("Fitted constants (all global):")
+        console.write_line(f"- {finding}")
+    console.write_line("Fitted constants (all global):")
     for parameter in answer["parameters"]:
-        console.say(f"  {parameter['name']} = {parameter['value']:.4g}: {parameter['fitted_on']}")
+        console.write_line(
+            f"  {parameter['name']} = {parameter['value']:.4g}: {parameter['fitted_on']}"
+        )
     table = Table("constant", "moved to", *(f">{column}" for column in columns))
     for row in answer["sensitivity"]:
         cells = [
@@ -350,9 +354,9 @@ def _number(value: float | None, unit: str) -> str:
 def best_plan(model: ModelSpec, cluster: Cluster, train: TrainSpec) -> Estimate | None:
     """Return what our own best plan would take under our own engine, on the cluster or a part of
     it."""
-    from farspan.planning.rank import rank
+    from farspan.planning.rank import rank_plans
 
-    ranking = rank(model, cluster, train, engine("farspan"))
+    ranking = rank_plans(model, cluster, train, load_engine("farspan"))
     return None if ranking.chosen is None else ranking.candidates[ranking.chosen].estimate
 
 
@@ -369,4 +373,4 @@ class Table:
     def say(self, console: Console) -> None:
         right = [place for place, is_right in enumerate(self.right) if is_right]
         for line in table_lines(self.rows[0], self.rows[1:], right=right):
-            console.say(f"  {line}".rstrip())
+            console.write_line(f"  {line}".rstrip())

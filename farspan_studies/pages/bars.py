@@ -10,17 +10,17 @@ from typing import Literal
 import msgspec
 
 from farspan.report.charts import (
-    BOTTOM,
+    BOTTOM_MARGIN,
     HEIGHT,
-    LEFT,
+    LEFT_MARGIN,
     LETTER,
-    RIGHT,
+    RIGHT_MARGIN,
     TINTS,
-    TOP,
+    TOP_MARGIN,
     WIDTH,
     Scale,
-    cell,
     label,
+    quote_csv_cell,
 )
 
 #: Share of a group's width that its bars leave free.
@@ -107,17 +107,17 @@ def bar_scale(chart: Bars) -> Scale:
     values += [end for _, bars in chart.series for bar in bars if bar.span for end in bar.span]
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
     if chart.scale == "log":
-        return Scale(low / 2, high * 1.4, HEIGHT - BOTTOM, TOP, True)
-    return Scale(0.0, high * 1.12 or 1.0, HEIGHT - BOTTOM, TOP)
+        return Scale(low / 2, high * 1.4, HEIGHT - BOTTOM_MARGIN, TOP_MARGIN, True)
+    return Scale(0.0, high * 1.12 or 1.0, HEIGHT - BOTTOM_MARGIN, TOP_MARGIN)
 
 
 def places(chart: Bars) -> list[list[tuple[float, float]]]:
     """Left edge and width of every bar, by group and series."""
-    width = (WIDTH - LEFT - RIGHT) / max(1, len(chart.groups))
+    width = (WIDTH - LEFT_MARGIN - RIGHT_MARGIN) / max(1, len(chart.groups))
     each = width * (1 - GAP) / max(1, len(chart.series))
     return [
         [
-            (round(LEFT + width * (g + GAP / 2) + each * s, 1), round(each * 0.92, 1))
+            (round(LEFT_MARGIN + width * (g + GAP / 2) + each * s, 1), round(each * 0.92, 1))
             for s in range(len(chart.series))
         ]
         for g in range(len(chart.groups))
@@ -127,7 +127,7 @@ def places(chart: Bars) -> list[list[tuple[float, float]]]:
 def lines(group: str, chart: Bars) -> list[str]:
     """Return a group's name below its bars: a line a part, and a word where a part is wider than
     the group."""
-    room = (WIDTH - LEFT - RIGHT) / max(1, len(chart.groups))
+    room = (WIDTH - LEFT_MARGIN - RIGHT_MARGIN) / max(1, len(chart.groups))
     parts = group.split(", ")
     return [
         word for part in parts for word in ([part] if LETTER * len(part) <= room else part.split())
@@ -140,8 +140,8 @@ def dot_scales(chart: Dots) -> tuple[Scale, Scale]:
     if chart.equal:
         xs = ys = [*xs, *ys]
     room = 1.3
-    x = Scale(min(xs) / room, max(xs) * room, LEFT, WIDTH - RIGHT, True)
-    return x, Scale(min(ys) / room, max(ys) * room, HEIGHT - BOTTOM, TOP, True)
+    x = Scale(min(xs) / room, max(xs) * room, LEFT_MARGIN, WIDTH - RIGHT_MARGIN, True)
+    return x, Scale(min(ys) / room, max(ys) * room, HEIGHT - BOTTOM_MARGIN, TOP_MARGIN, True)
 
 
 def short(value: float) -> str:
@@ -154,7 +154,7 @@ def short(value: float) -> str:
 def bars_csv(chart: Bars) -> str:
     """Return a line a group and series, with where repeats or a prediction lie; the note where
     there is no value."""
-    rows = [",".join(map(cell, ("group", "series", chart.unit, "low", "high", "note")))]
+    rows = [",".join(map(quote_csv_cell, ("group", "series", chart.unit, "low", "high", "note")))]
     for place, group in enumerate(chart.groups):
         for name, bars in chart.series:
             bar = bars[place]
@@ -162,14 +162,23 @@ def bars_csv(chart: Bars) -> str:
                 "" if value is None else f"{value:.6g}"
                 for value in (bar.value, *(bar.span or (None, None)))
             )
-            rows.append(",".join((cell(group), cell(name), *figures, cell(bar.note))))
+            rows.append(
+                ",".join(
+                    (
+                        quote_csv_cell(group),
+                        quote_csv_cell(name),
+                        *figures,
+                        quote_csv_cell(bar.note),
+                    )
+                )
+            )
     return "\n".join(rows) + "\n"
 
 
 def dots_csv(chart: Dots) -> str:
-    rows = [",".join(map(cell, ("series", chart.x_name, chart.y_name, "what")))]
+    rows = [",".join(map(quote_csv_cell, ("series", chart.x_name, chart.y_name, "what")))]
     rows += [
-        f"{cell(chart.series[dot.series])},{dot.x:.6g},{dot.y:.6g},{cell(dot.what)}"
+        f"{quote_csv_cell(chart.series[dot.series])},{dot.x:.6g},{dot.y:.6g},{quote_csv_cell(dot.what)}"
         for dot in chart.dots
     ]
     return "\n".join(rows) + "\n"

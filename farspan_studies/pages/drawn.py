@@ -11,7 +11,7 @@ import msgspec
 
 from farspan.domain.cluster import Cluster, Host
 from farspan.domain.units import format_bytes, format_rate, short_time
-from farspan.report.plan_page import Drawing, layout, told_plan
+from farspan.report.plan_page import Drawing, describe_plan, layout
 from farspan.report.plan_picture import Picture, rows_line, stage_line
 from farspan_studies.pages.results import Table
 
@@ -37,7 +37,7 @@ class Drawn(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        return told_plan(self.picture)
+        return describe_plan(self.picture)
 
     @property
     def csv(self) -> str:

@@ -13,8 +13,8 @@ import msgspec
 from farspan import models
 from farspan._version import __version__
 from farspan.domain.codec import content_hash
-from farspan.domain.engine import Engine, engine
-from farspan.domain.model import parameters
+from farspan.domain.engine import Engine, load_engine
+from farspan.domain.model import count_parameters
 from farspan_studies.bench.matrix import Cell, Row, figures
 from farspan_studies.papers import cost_study, fabric_study
 from farspan_studies.papers.published import alpa_tflops
@@ -28,14 +28,14 @@ SOURCES = {"fabric": "arXiv 2602.02632", "slm-cost": "arXiv 2410.19456"}
 
 def rows(name: str) -> list[Row]:
     """Return the rows of one of ENGINES."""
-    return (fabric if name == "fabric" else slm_cost)(engine(ENGINES[name]))
+    return (fabric if name == "fabric" else slm_cost)(load_engine(ENGINES[name]))
 
 
 def slices(predicted: bool) -> list[fabric_study.Case]:
     """Of every slice of the FABRIC study, all devices: the plan of gpt2m with the fewest minutes,
     as printed or as predicted."""
     fewest: dict[str, tuple[float, fabric_study.Case]] = {}
-    used = engine(ENGINES["fabric"])
+    used = load_engine(ENGINES["fabric"])
     for case in fabric_study.cases():
         row = case.row
         if (
@@ -60,7 +60,10 @@ def sizes() -> list[tuple[str, float, float, float]]:
     own = [models.preset(name).spec for name in (*paper.fitted_on, *paper.held_out)]
     return [
         *fitted,
-        *(("the study's own", float(parameters(spec)), spec.d_model, spec.layers) for spec in own),
+        *(
+            ("the study's own", float(count_parameters(spec)), spec.d_model, spec.layers)
+            for spec in own
+        ),
     ]
 
 
@@ -100,7 +103,7 @@ def fabric(engine: Engine) -> list[Row]:
             cause=case.row.note or case.row.source,
             used=devices,
             rows=train.batch,
-            parameters=parameters(case.model),
+            parameters=count_parameters(case.model),
             step_tokens=train.tokens_per_step,
             step_flops=flops,
             run_tokens=run,
@@ -151,11 +154,11 @@ def slm_cost(engine: Engine) -> list[Row]:
                 cause="" if priced.fits else "predicted to need more memory",
                 used=priced.devices,
                 rows=priced.batch * priced.devices,
-                parameters=parameters(model),
+                parameters=count_parameters(model),
                 step_tokens=tokens,
                 step_flops=1e12
                 * alpa_tflops(model, priced.batch * priced.devices, paper.sequence, 1.0, 1),
-                run_tokens=20.0 * parameters(model),
+                run_tokens=20.0 * count_parameters(model),
                 step_s=None if plotted is None else tokens / (plotted * priced.devices * ratio),
                 predicted=tokens / (priced.plotted * priced.devices * ratio)
                 if priced.fits

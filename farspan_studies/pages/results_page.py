@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import median
 
 from farspan.domain.codec import write_atomically
-from farspan.report.charts import RIGHT, Chart
+from farspan.report.charts import RIGHT_MARGIN, Chart
 from farspan.report.page import TEMPLATES as REPORT_TEMPLATES
-from farspan.report.page import chart_style, environment
+from farspan.report.page import chart_style, template_environment
 from farspan.report.plan_page import drawing_words
 from farspan_studies.bench.matrix import Row
 from farspan_studies.pages import bars, results
@@ -58,7 +58,7 @@ def results_page(
 ) -> str:
     """Return the page as HTML; the same rows give the same bytes."""
     points = results.points(rows, predicted=predicted)
-    jinja = environment(TEMPLATES)
+    jinja = template_environment(TEMPLATES)
     shown = (
         bars.bar_scale,
         bars.places,
@@ -71,7 +71,7 @@ def results_page(
         bars.dots_csv,
     )
     jinja.globals |= {function.__name__: function for function in shown}
-    jinja.globals |= drawing_words() | {"right": RIGHT}
+    jinja.globals |= drawing_words() | {"right": RIGHT_MARGIN}
     return jinja.get_template("results.html").render(
         title=title,
         kind=kind,

@@ -20,7 +20,7 @@ import msgspec
 from farspan import models
 from farspan.domain import catalog
 from farspan.domain.cluster import SITE_RTT_S, Cluster, Device, DType, Host, Site
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.domain.model import ModelSpec, train_flops_per_token
 from farspan.domain.plan import Axis, Edge, GradSync, Inputs, Mesh, Plan, Replica, Stage
 from farspan.domain.train import TrainSpec
@@ -88,7 +88,7 @@ def unseen_runs() -> tuple[UnseenRun, ...]:
 def priced_run(run: Run) -> UnseenRun:
     """One run beside its prediction."""
     plan, cluster = run_plan(run)
-    used = engine(plan.engine)
+    used = load_engine(plan.engine)
     costs = Costs(models.graph(plan.model), plan.train, Network(cluster, plan.devices, used))
     estimate = price(plan, costs, brief=True)
     measured = measured_s(run)
@@ -252,8 +252,8 @@ def round_trip_s(run: Run) -> float | None:
 @functools.cache
 def gpu(name: str) -> Device:
     """Return the catalogue's device of a data sheet's name. Raises ValueError where it has none."""
-    kind = catalog.kind_of(name)
-    device = catalog.devices()[kind].device(kind) if kind else None
+    kind = catalog.find_kind(name)
+    device = catalog.load_devices()[kind].device(kind) if kind else None
     if device is None:
         raise ValueError(f"the catalogue has no {name}")
     return device
@@ -314,7 +314,7 @@ def _tells(other: Block, block: Block) -> bool:
 def block_s(block: Block) -> float:
     """Predicted seconds of what a published time covers: forward, and backward where it was
     measured."""
-    used = engine(software(block))
+    used = load_engine(software(block))
     spec = model_spec(block.model)
     graph = models.graph(spec)
     device = gpu(block.gpu)

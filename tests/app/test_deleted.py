@@ -61,7 +61,7 @@ def ended(run: RunFolder, harm: Callable[[Path], None]) -> Problem:
             harm(run.path)
 
     with pytest.raises(Refusal) as refused:
-        training.train(run, harm_once)
+        training.train_run(run, harm_once)
     assert harmed and not processes(str(run.path), "farspan.runtime.worker")
     return refused.value.problem
 

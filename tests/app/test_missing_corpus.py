@@ -14,8 +14,8 @@ import pytest
 from msgspec.structs import replace
 
 from farspan.app.configs import as_yaml
-from farspan.app.resolving import prepare
-from farspan.app.training import resume
+from farspan.app.resolving import prepare_run_corpus
+from farspan.app.training import resume_run
 from farspan.domain.codec import load, save
 from farspan.domain.config import DataConfig, RunConfig, TokenizerConfig
 from farspan.domain.problems import Problem, Refusal
@@ -50,7 +50,7 @@ def planned_on(desk: Path, name: str) -> RunFolder:
     config = RunConfig(
         data=DataConfig(source="docs", val="20%"), tokenizer=TokenizerConfig(vocab=300)
     )
-    folder, manifest = prepare(config)
+    folder, manifest = prepare_run_corpus(config)
     plan = replace(TWO, inputs=replace(TWO.inputs, corpus=manifest.hash))
     run = made(desk / "runs" / name, plan)
     run.config.write_bytes(as_yaml(config))
@@ -86,7 +86,7 @@ def calm(desk: Path) -> dict[int, float]:
 
 def refused(run: RunFolder) -> Problem:
     with pytest.raises(Refusal) as refusal:
-        resume(run)
+        resume_run(run)
     return refusal.value.problem
 
 
@@ -104,7 +104,7 @@ def test_a_run_whose_prepared_text_was_removed_prepares_it_again_and_loses_nothi
     run = interrupted_on(desk, "run")
     record = run.record.read_bytes()
     shutil.rmtree(desk / "c")
-    resume(run)
+    resume_run(run)
     assert losses(run) == calm
     assert run.record.read_bytes() == record
 
@@ -118,7 +118,7 @@ def test_a_corpus_in_another_cache_is_found_by_its_hash(
     monkeypatch.setenv("FARSPAN_CACHE", str(desk / "d"))
     # Nothing can be prepared again.
     shutil.rmtree(desk / "docs")
-    resume(run)
+    resume_run(run)
     assert losses(run) == calm
     assert load(run.record, RunRecord).corpus_folder.parent.parent == desk / "d"
 
@@ -142,7 +142,7 @@ def test_a_run_whose_text_is_gone_is_refused_with_a_command_and_goes_on_when_it_
     assert pasted(f"farspan prepare {run.config}") == problem.exit_code
     assert before.items() <= {path: path.read_bytes() for path in run.path.rglob("*.json")}.items()
     (desk / "docs" / "07.txt").write_text(text)
-    resume(run)
+    resume_run(run)
     assert losses(run) == calm
 
 
@@ -181,5 +181,5 @@ def test_overwritten_tokens_end_a_run_with_their_place_and_the_remedy_brings_the
     assert problem.remedy == f"farspan prepare {run.config}"
     assert pasted(problem.remedy) == 0
     assert file.read_bytes() == whole
-    resume(run)
+    resume_run(run)
     assert losses(run) == calm

@@ -25,7 +25,7 @@ from farspan.domain.cluster_json import load_cluster_json
 from farspan.domain.clusterfile import load_cluster
 from farspan.domain.codec import load_yaml
 from farspan.domain.config import RunConfig
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.domain.epoch import read_ledger
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.run import RunFolder
@@ -128,17 +128,17 @@ def priced(run: RunFolder) -> None:
     plan = read_plan(run.plan)
     cluster = load_cluster_json(run.cluster)
     check_cluster(plan, cluster, run.plan, "farspan plan")
-    estimate(plan, models.graph(plan.model), cluster, engine(plan.engine))
+    estimate(plan, models.graph(plan.model), cluster, load_engine(plan.engine))
 
 
 def uses(run: RunFolder) -> Iterator[Any]:
     """What reads a run's files: each may refuse."""
-    yield lambda: jobs.status(run)
+    yield lambda: jobs.read_status(run)
     yield lambda: write_report(run.path, page=False)
     yield lambda: read_plan(run.plan)
     yield lambda: priced(run)
     yield lambda: check_plan(run.load_plan(), run, 0, 1)
-    yield lambda: trust.require(run)
+    yield lambda: trust.require_trusted(run)
     yield lambda: refuse_edited(run)
     yield lambda: read_ledger(run.epochs)
     yield lambda: load_yaml(run.config, RunConfig)

@@ -13,12 +13,12 @@ import pytest
 from msgspec.structs import replace
 
 from farspan.app import jobs
-from farspan.app.jobs import Job, registered, wait_for_orphans
+from farspan.app.jobs import Job, register_job, wait_for_orphans
 from farspan.domain.codec import load, save
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
 from farspan.launch.lease import Lease
-from farspan.launch.lock import holders
+from farspan.launch.lock import lock_holders
 from tests import tiny
 from tests.launch.test_launchers import TRAIN
 from tests.waiting import LIMIT_S, wait_for
@@ -38,7 +38,7 @@ sys.stdin.read()
 def run(tmp_path: Path) -> RunFolder:
     """A run whose job was killed."""
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN))
-    with registered(run):
+    with register_job(run):
         job = load(run.job, Job)
     assert job.began is not None
     save(replace(job, began=job.began - 1), run.job)
@@ -71,7 +71,7 @@ def test_workers_that_a_killed_job_has_left_are_named_and_waited_for(run, orphan
     waiter = threading.Thread(target=wait)
     waiter.start()
     wait_for(lambda: said, "it says for which it waits")
-    assert holders(run.lock) == [orphan.pid] and f"(process {orphan.pid})" in said[0]
+    assert lock_holders(run.lock) == [orphan.pid] and f"(process {orphan.pid})" in said[0]
     assert not waiting
     orphan.communicate(timeout=LIMIT_S)
     waiter.join(LIMIT_S)
@@ -90,7 +90,7 @@ def test_after_the_limit_the_run_is_busy_as_before(run, orphan):
 def test_a_run_that_is_busy_otherwise_is_not_waited_for(run, orphan, record):
     """Its job lives, or is another than the commands'."""
     if record == "living":
-        with registered(replaced := RunFolder(run.path)):
+        with register_job(replaced := RunFolder(run.path)):
             pass
         assert replaced.job.exists()
         job = load(run.job, Job)

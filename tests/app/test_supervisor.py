@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from farspan.app.replanning import planned_without
+from farspan.app.replanning import plan_without_hosts
 from farspan.domain.epoch import read_ledger
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import Finished, Recovered, Saved, Step, Warned, read_events
-from farspan.launch.launchers import launch
+from farspan.launch.launchers import launch_workers
 from farspan.launch.lease import Lease
 from farspan.launch.spares import Spares
-from farspan.launch.workers import Held
-from farspan.report.history import trace
+from farspan.launch.workers import SupervisorState
+from farspan.report.history import follow_events
 from farspan.runtime.checkpoint.layout import TrainerState
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.training.data import Order, Windows
@@ -79,7 +79,7 @@ def test_the_losses_after_a_fault_are_those_of_a_run_without_bit_by_bit(
     assert again.epoch == read_ledger(watched.run.epochs).epoch == 2
     assert not Path(f"/proc/{hurt[0]}").exists(), "whoever stood still was ended"
     # What the report says of it: the time until it went on is the run's, too.
-    history = trace(read_events(watched.run.events))
+    history = follow_events(read_events(watched.run.events))
     assert len(history.starts) == 2 and history.lost_steps == again.lost
     assert history.run_s == pytest.approx(watched.events[-1].at - history.starts[0][0].at, abs=0.5)
 
@@ -168,7 +168,7 @@ def test_stop_request_during_fault_recovery_interrupts_the_run(tmp_path):
 
 def test_without_any_host_there_is_no_plan(tmp_path):
     with pytest.raises(Refusal, match="no host of the run is there"):
-        planned_without(made(tmp_path / "run", TWO), {"here"})
+        plan_without_hosts(made(tmp_path / "run", TWO), {"here"})
 
 
 # -- steps that are not finite
@@ -226,7 +226,7 @@ def test_a_stopped_worker_that_wakes_after_it_was_replaced_writes_nothing(tmp_pa
 
     def begun() -> subprocess.Popen[bytes]:
         with Lease(run) as lease:
-            told = Held(lease, lease.begin(), Spares()).epoch
+            told = SupervisorState(lease, lease.begin(), Spares()).epoch
         place = {"RANK": "0", "WORLD_SIZE": "1", "FARSPAN_EPOCH": f'{{"number":{told.number}}}'}
         words = [sys.executable, "-m", "farspan.runtime.worker", str(run.plan), str(run.path)]
         return subprocess.Popen(words, env={**os.environ, **place, "OMP_NUM_THREADS": "1"})
@@ -274,8 +274,8 @@ def test_a_spare_takes_a_place_and_trains_the_same(tmp_path, calm):
         apart = (TWO.devices[0], replace(TWO.devices[1], index=1))
         spares.fill(replace(TWO, devices=apart), cluster.hosts, run.logs, lease.keep_open)
         waiting = [spare.pid for (spare,) in spares._waiting.values()]
-        held = Held(lease, lease.begin(), spares)
-        with launch("local", TWO, run, cluster, held) as workers:
+        held = SupervisorState(lease, lease.begin(), spares)
+        with launch_workers("local", TWO, run, cluster, held) as workers:
             pids = [process.pid for process in workers.processes]
             losses = {event.step: event.loss for event in workers if isinstance(event, Step)}
         assert len(waiting) == 2 and pids[0] == waiting[0], "the device of rank 0 has a spare"
@@ -296,8 +296,8 @@ def test_place_of_a_spare_that_stands_still_goes_to_one_that_answers_or_to_a_fre
         ((first, second, third),) = spares._waiting.values()
         for spare in (first, third):
             os.kill(spare.pid, signal.SIGSTOP)
-        held = Held(lease, lease.begin(), spares)
-        with launch("local", TWO, run, cluster, held) as workers:
+        held = SupervisorState(lease, lease.begin(), spares)
+        with launch_workers("local", TWO, run, cluster, held) as workers:
             pids = [process.pid for process in workers.processes]
             losses = {event.step: event.loss for event in workers if isinstance(event, Step)}
     assert pids[0] == second.pid and pids[1] not in (first.pid, third.pid)

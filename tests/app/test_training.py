@@ -21,7 +21,7 @@ def test_cause_of_a_failed_run_is_raised_though_its_report_cannot_be_written(tmp
     np.full(3000, 60_000, "<u2").tofile(tmp_path / "corpus" / "train.bin")
     (run.report / "in the way").mkdir(parents=True)
     with pytest.raises(Refusal, match="index out of range"):
-        training.train(run)
+        training.train_run(run)
 
 
 @pytest.mark.slow
@@ -29,7 +29,7 @@ def test_run_goes_on_where_nothing_can_be_written_for_tensorboard(tmp_path):
     run = made(tmp_path / "run", tiny.plan(replace(TRAIN, steps=6)))
     notes = list[str]()
     run.tensorboard.write_text("in the way")
-    report = training.train(
+    report = training.train_run(
         run, lambda update: notes.append(update.text) if isinstance(update, Note) else None
     )
     assert report.run.history.reason == "done"

@@ -178,8 +178,8 @@ def test_folder_in_place_of_a_cluster_brings_the_files_in_it(here: Farspan, tmp_
 def test_every_command_that_takes_a_run_takes_it_as_a_word_alone() -> None:
     """`train` and `demo` make a folder; what an option of theirs names is no run yet."""
     takers = []
-    for name in cli.names():
-        parser = cli.parser_of(name)
+    for name in cli.command_names():
+        parser = cli.build_command_parser(name)
         runs = [
             action for action in parser._actions if action.dest in ("run", "runs", "run_option")
         ]

@@ -15,7 +15,7 @@ from farspan.domain.config import ParallelConfig
 from farspan.domain.corpus import CorpusManifest, Split
 from farspan.domain.problems import Refusal
 from farspan.domain.train import TrainSpec
-from farspan.planning.ranking import called
+from farspan.planning.ranking import candidate_name
 from tests.planning.worlds import FAST, SLOW, cluster, ranking
 
 SPLIT = Split(tokens=10**6, documents=9, text_bytes=3 * 10**6)
@@ -53,7 +53,7 @@ def test_the_best_plan_of_those_allowed_is_run_and_named(capsys) -> None:
     assert planned.estimate.step_s == best.estimate.step_s
     said = " ".join(capsys.readouterr().out.split())
     assert (
-        said.startswith(f"{called(best)} is chosen: ")
+        said.startswith(f"{candidate_name(best)} is chosen: ")
         and "0 of " in said
         and "than they could save" in said
     )

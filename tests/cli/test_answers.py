@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farspan.cli.answers import also
+from farspan.cli.answers import format_copies
 from farspan.domain.corpus import Place
 from farspan.retrieval.search import Result
 
@@ -37,7 +37,7 @@ def test_place_of_a_result_is_as_one_would_cite_it(fields, said):
 def test_first_places_of_copies_are_named_and_the_others_counted():
     places = tuple(Place(title="x", origin=f"{n}.txt", line=n) for n in range(1, 101))
     few = result(origin="a", also=places[:2], copies=2)
-    assert also(few) == "1.txt:1, 2.txt:2"
-    assert also(result(origin="a", also=places, copies=2500)) == (
+    assert format_copies(few) == "1.txt:1, 2.txt:2"
+    assert format_copies(result(origin="a", also=places, copies=2500)) == (
         "1.txt:1, 2.txt:2, 3.txt:3 and 2,497 more"
     )

@@ -20,7 +20,7 @@ from farspan.domain.problems import Refusal
 from tests.cli.conftest import Farspan
 
 
-@pytest.mark.parametrize("name", main.names())
+@pytest.mark.parametrize("name", main.command_names())
 def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
         main.main([name, "--help"])
@@ -28,7 +28,7 @@ def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]):
     assert f"usage: farspan {name}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", main.names())
+@pytest.mark.parametrize("name", main.command_names())
 def test_each_option_has_a_help_text_with_its_default(name: str):
     def lacking(parser: argparse.ArgumentParser):
         for action in parser._actions:
@@ -42,12 +42,12 @@ def test_each_option_has_a_help_text_with_its_default(name: str):
             ):
                 yield action.dest
 
-    assert set(lacking(main.parser_of(name))) == set()
+    assert set(lacking(main.build_command_parser(name))) == set()
 
 
 def test_the_overview_lists_every_command(farspan: Farspan):
     listed = farspan("--help").stdout
-    assert all(re.search(rf"\n    {name}\s", listed) for name in main.names())
+    assert all(re.search(rf"\n    {name}\s", listed) for name in main.command_names())
     assert farspan().stdout == listed
     assert farspan("--version").stdout.startswith("farspan ")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from farspan.app.indexing import QUERY_CHARS
+from farspan.app.indexing import MAX_QUERY_CHARS
 from farspan.domain.problems import EXIT_CODES
 from tests.cli.conftest import Farspan
 from tests.examples import slow_after
@@ -90,7 +90,7 @@ def test_search_warns_that_the_text_changed_until_it_is_embedded(
         new.unlink()
 
 
-@pytest.mark.parametrize("query", ["", "  \n", "x" * (QUERY_CHARS + 1), "time " * 25_000])
+@pytest.mark.parametrize("query", ["", "  \n", "x" * (MAX_QUERY_CHARS + 1), "time " * 25_000])
 def test_queries_that_ask_nothing_or_everything_are_refused(
     searched: Path, here: Farspan, query: str
 ):

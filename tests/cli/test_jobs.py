@@ -86,7 +86,7 @@ def end(run: RunFolder) -> None:
     while (job := jobs.job_of(run)) is not None:
         os.kill(job.pid, signal.SIGTERM)
         wait_for(lambda job=job: jobs.job_of(run) != job, "the job's end")
-    wait_for(lambda: not jobs.goes_on(run), "the job's end")
+    wait_for(lambda: not jobs.is_active(run), "the job's end")
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_a_killed_job_is_lost_and_its_workers_save(call: Farspan, going: RunFold
     job = jobs.job_of(going)
     assert job is not None
     os.kill(job.pid, signal.SIGKILL)
-    wait_for(lambda: not jobs.goes_on(going), "the job's end")
+    wait_for(lambda: not jobs.is_active(going), "the job's end")
     found = state(call, going)
     assert (found["state"], found["job"]["pid"]) == ("lost", job.pid)
     assert found["saved_step"] == found["step"] and not workers(going)
@@ -235,7 +235,7 @@ def test_the_problem_of_a_job_is_kept(call: Farspan, stopped: RunFolder):
     (worker,) = workers(stopped)
     going = stopped
     os.kill(worker, signal.SIGKILL)
-    wait_for(lambda: not jobs.goes_on(going), "the job's end")
+    wait_for(lambda: not jobs.is_active(going), "the job's end")
     found = state(call, going)
     assert (found["state"], found["problem"]["code"], found["problem"]["signal"]) == (
         "failed",
@@ -274,7 +274,7 @@ def test_stop_reports_a_job_that_does_not_end_in_time_as_busy(call: Farspan, goi
         assert refused.returncode == 33 and f"farspan stop {going.path} --now" in refused.stderr
     finally:
         os.kill(job.pid, signal.SIGCONT)
-    wait_for(lambda: not jobs.goes_on(going), "the job's end")
+    wait_for(lambda: not jobs.is_active(going), "the job's end")
     assert state(call, going)["state"] == "stopped"
 
 
@@ -325,7 +325,7 @@ def test_ctrl_c_while_it_waits_stops_what_was_started(
         waiting.send_signal(signal.SIGINT)
         assert waiting.wait(LIMIT_S) == 130
         assert waiting.stderr is not None and waiting.stderr.read().count("error[interrupted]") == 1
-    assert not jobs.goes_on(RunFolder(office / "runs/unwanted")) and not list(
+    assert not jobs.is_active(RunFolder(office / "runs/unwanted")) and not list(
         office.glob("runs/.*.job.log")
     )
 
@@ -347,7 +347,7 @@ def test_a_job_that_has_ended_already_answers_as_always(call: Farspan, office: P
     done = call("train", "--detach", "--run", "runs/short", "--set", "train.steps=2", "--json")
     assert done.returncode == 0, done.stderr
     run = RunFolder(office / "runs/short")
-    wait_for(lambda: not jobs.goes_on(run), "the job's end")
+    wait_for(lambda: not jobs.is_active(run), "the job's end")
     assert json.loads(done.stdout)["run"] == "runs/short"
     assert "predicted" in (run.logs / "job.log").read_text(), (
         "what was said before there was a folder"
@@ -401,6 +401,6 @@ def test_a_pid_that_another_process_has_by_now_is_not_the_job(call: Farspan, sto
 
 def test_a_job_registers_itself_while_it_works(tmp_path: Path):
     run = RunFolder(tmp_path)
-    with jobs.registered(run):
+    with jobs.register_job(run):
         assert jobs.job_of(run) == load(run.job, jobs.Job)
     assert jobs.job_of(run) is None

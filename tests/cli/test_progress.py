@@ -18,8 +18,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from farspan.cli.paint import fold
-from farspan.cli.progress import LINE_S, TrainingDisplay
+from farspan.cli.paint import fold_line
+from farspan.cli.progress import LINE_INTERVAL_S, TrainingDisplay
 from farspan.domain.model import train_flops_per_token
 from farspan.domain.plan import Plan
 from farspan.domain.results import Finished, Rescheduled, Saved, Step, Validated, Warned
@@ -70,7 +70,7 @@ def test_plain_lines_come_by_time_and_at_every_validation_save_warning_and_end()
     )
     ticks = [line for line in lines if "ETA" in line]
     span = events[-1].at - START
-    assert span / LINE_S - 1 <= len(ticks) <= span / LINE_S + 1
+    assert span / LINE_INTERVAL_S - 1 <= len(ticks) <= span / LINE_INTERVAL_S + 1
     assert lines[-1].startswith("step 400 · completed all 400 steps after")
     assert not any("\x1b" in line for line in lines)
 
@@ -84,7 +84,7 @@ def test_facts_by_hand(peak_flops, shown):
         progress.show(started(START, 0, plan, peak_flops=peak_flops))
         for number in range(1, 12):
             progress.show(one_step(START, number, step_s=0.5 if number != 11 else 60.0, loss=4.0))
-            clock.now += LINE_S
+            clock.now += LINE_INTERVAL_S
         progress.show(
             Validated(
                 at=START, step=11, loss=4.5, bits_per_byte=1.5, tokens=9, seconds=11.0, best=True
@@ -265,7 +265,7 @@ def test_progress_of_a_time_budget_goes_forward_whatever_fits_at_the_speed_of_no
     with TrainingDisplay(plan, console, clock) as progress:
         progress.show(started(START, 0, plan))
         for number, steps in ((1, 1000), (2, 400), (3, 410)):
-            clock.now += LINE_S
+            clock.now += LINE_INTERVAL_S
             event = one_step(clock.now, number, step_s=0.1)
             progress.show(msgspec.structs.replace(event, at=clock.now, steps=steps))
             shares.append(progress._so_far.share)
@@ -314,12 +314,12 @@ def test_lines_are_folded_between_facts_and_never_inside_a_quantity():
         "2,048 tokens · predicted 1 min 00 s, 543 MB, validation loss 4.59 (4.29 to 4.89)"
     )
     for columns in range(24, 170):
-        lines = fold(line, columns).split("\n")
+        lines = fold_line(line, columns).split("\n")
         assert max(map(len, lines)) <= columns
         assert " ".join(" ".join(lines).replace(" · ", " ").split()) == line.replace(" · ", " ")
         for quantity in ("3 layers", "2.9 M", "1.73 M", "1 min 00 s", "543 MB", "2,048 tokens"):
             assert any(quantity in part for part in lines)
-    assert fold("x" * 200, 80) == "x" * 200
+    assert fold_line("x" * 200, 80) == "x" * 200
 
 
 def test_display_of_a_validation_includes_its_number_of_tokens():

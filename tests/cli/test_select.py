@@ -11,7 +11,7 @@ import pytest
 
 from farspan import models
 from farspan.app import resolving
-from farspan.app.updates import silent
+from farspan.app.updates import ignore_update
 from farspan.domain.codec import load, load_yaml
 from farspan.domain.config import RunConfig
 from farspan.domain.plan import Plan
@@ -132,7 +132,7 @@ def test_a_model_that_no_device_holds_whole_is_measured_by_its_plans(desk):
 
     def measured(devices):
         # The probe's process is not asked: nothing is run.
-        return resolving._trial_measures(config, None, cluster((small,) * devices), silent)[
+        return resolving._trial_measures(config, None, cluster((small,) * devices), ignore_update)[
             "measure"
         ](spec, train)
 

@@ -139,7 +139,7 @@ def test_refusal_shows_the_control_characters_of_a_name(
 
 
 def test_name_that_is_not_utf8_is_said(capsys: pytest.CaptureFixture[str]):
-    Console(json=False).say("caf\udce9.txt")
+    Console(json=False).write_line("caf\udce9.txt")
     assert capsys.readouterr().out == "caf\\udce9.txt\n"
 
 

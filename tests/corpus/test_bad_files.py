@@ -42,12 +42,12 @@ def prepare(source: Path, folder: Path, **data: str) -> tuple[list[str], Problem
     """The reports of a preparation, and the refusal that it ended with."""
     said: list[str] = []
     try:
-        corpus.prepare(
+        corpus.prepare_corpus(
             DataConfig(source=str(source), val="50%", **data),
             TokenizerConfig(vocab=300),
             folder,
             workers=1,
-            say=said.append,
+            write_line=said.append,
         )
     except Refusal as refusal:
         return said, refusal.problem
@@ -162,10 +162,10 @@ def test_whoever_reads_the_text_again_is_told_what_is_left_out(tmp_path: Path) -
     data = DataConfig(source=str(folder), val="50%")
     words = TokenizerConfig(vocab=300)
     root = tmp_path / "cache"
-    _, made = corpus.prepare(data, words, root, workers=1, say=lambda line: None)
+    _, made = corpus.prepare_corpus(data, words, root, workers=1, write_line=lambda line: None)
     for count in (20, 21):
         said: list[str] = []
-        text = corpus.read_text(data, words, made.hash, root, workers=1, say=said.append)
+        text = corpus.read_text(data, words, made.hash, root, workers=1, write_line=said.append)
         assert len(text.documents) == count
         assert "skipped 1 .jsonl (rows): not a JSON object (rows.jsonl:1: Expecting value)" in said
         (folder / "new.txt").write_text("one more")

@@ -26,12 +26,12 @@ def written(folder: Path, texts: list[str]) -> Path:
 
 
 def prepared(data: DataConfig, root: Path) -> tuple[Path, CorpusManifest]:
-    return corpus.prepare(data, WORDS, root, workers=1, say=lambda line: None)
+    return corpus.prepare_corpus(data, WORDS, root, workers=1, write_line=lambda line: None)
 
 
 def read(data: DataConfig, folder: Path, root: Path) -> tuple[Text, list[str]]:
     said: list[str] = []
-    return corpus.read_text(data, WORDS, folder.name, root, workers=1, say=said.append), said
+    return corpus.read_text(data, WORDS, folder.name, root, workers=1, write_line=said.append), said
 
 
 def check(text: Text, texts: list[str], kept: list[Document], train: int) -> None:

@@ -10,11 +10,11 @@ import pytest
 
 from farspan.corpus.counting import (
     DISCOUNT,
-    FEW,
-    MANY,
+    LONG_ORDER,
     PIECE,
+    SHORT_ORDER,
     cache_probabilities,
-    counted,
+    measure_counts,
     mixed_nats,
     ngram_probabilities,
 )
@@ -39,13 +39,13 @@ def probability(train: list[int], history: tuple[int, ...], word: int, order: in
     return own / total + DISCOUNT * kinds / total * lower
 
 
-@pytest.mark.parametrize("order", [FEW, MANY])
+@pytest.mark.parametrize("order", [SHORT_ORDER, LONG_ORDER])
 @pytest.mark.parametrize("seed", range(8))
 def test_counts_are_the_textbooks(seed: int, order: int):
     rng = np.random.default_rng(seed)
     train, val = (
         rng.choice(V, size, p=rng.dirichlet(np.ones(V)))
-        for size in (int(rng.integers(MANY, 120)), 25)
+        for size in (int(rng.integers(LONG_ORDER, 120)), 25)
     )
     told = [
         probability(train.tolist(), tuple(val[max(0, i - order + 1) : i]), val[i], order)
@@ -84,10 +84,10 @@ def test_more_text_predicts_better_and_what_is_not_there_is_not_counted():
     for _ in range(20_000):
         tokens.append(int(rng.choice(50, p=follows[tokens[-1]])))
     text = np.array(tokens, np.uint16)
-    found = counted(text[:16_000], text[16_000:], 50, 1e9)
+    found = measure_counts(text[:16_000], text[16_000:], 50, 1e9)
     assert [one.tokens for one in found] == [16_000 // PIECE // part * PIECE for part in (16, 4, 1)]
     assert found[0].few > found[1].few > found[2].few
     entropy = -float(np.mean(np.sum(follows * np.log(follows + 1e-300), 1)))
     assert entropy - 0.1 < found[2].few < entropy + 0.5
-    assert counted(text[:16_000], text[16_000:], 50, 3 * PIECE)[-1].tokens == 3 * PIECE
-    assert counted(text[:10], text[:10], 50, 1e9) == ()
+    assert measure_counts(text[:16_000], text[16_000:], 50, 3 * PIECE)[-1].tokens == 3 * PIECE
+    assert measure_counts(text[:10], text[:10], 50, 1e9) == ()

@@ -67,7 +67,7 @@ def test_clusters_are_the_connected_components_of_the_brute_force_graph(
             low, high = sorted((expected[i], expected[j]))
             expected = [low if e == high else e for e in expected]
     assert len(set(expected)) < len(texts)
-    assert dedup.clusters(signed(texts, tmp_path)).tolist() == expected
+    assert dedup.find_clusters(signed(texts, tmp_path)).tolist() == expected
 
 
 def test_jaccard_is_exact_for_short_and_close_for_long_documents() -> None:
@@ -77,7 +77,9 @@ def test_jaccard_is_exact_for_short_and_close_for_long_documents() -> None:
         changed = [w if rng.random() > 0.03 else "x" for w in words] + words[: length // 20]
         a = " ".join(words)
         b = " ".join(changed)
-        found = dedup.jaccard(*(dedup.shingles(text)[: dedup.MAX_SHINGLES] for text in (a, b)))
+        found = dedup.jaccard(
+            *(dedup.shingle_hashes(text)[: dedup.MAX_SHINGLES] for text in (a, b))
+        )
         assert abs(found - true_jaccard(a, b)) <= tolerance
 
 
@@ -87,10 +89,10 @@ def test_long_near_duplicates_are_found_across_shards(tmp_path: Path) -> None:
     near = [*words[:10_000], "changed", *words[10_001:], *words[:500]]
     other = [f"w{rng.randrange(10**6)}" for _ in range(20_000)]
     shards = signed([" ".join(words), " ".join(other), " ".join(near)], tmp_path)
-    assert dedup.clusters(shards).tolist() == [0, 1, 0]
+    assert dedup.find_clusters(shards).tolist() == [0, 1, 0]
 
 
 def test_texts_without_words_or_spaces_are_compared_too(tmp_path: Path) -> None:
     chinese = "".join(chr(0x4E00 + i * 7 % 5000) for i in range(300))
     texts = ["!!! ???", "!!! ???", "--- ###", chinese, chinese[:150] + "一" + chinese[151:]]
-    assert dedup.clusters(signed(texts, tmp_path, 1)).tolist() == [0, 0, 2, 3, 3]
+    assert dedup.find_clusters(signed(texts, tmp_path, 1)).tolist() == [0, 0, 2, 3, 3]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from farspan.corpus._html import read_html
-from farspan.corpus.documents import PART_CHARS, cut
+from farspan.corpus.documents import PART_CHARS, cut_document
 from farspan.corpus.sources import open_source
 from farspan.domain.corpus import Document
 
@@ -142,7 +142,7 @@ def test_later_parts_of_a_long_page_know_their_headings(tmp_path: Path) -> None:
     page = "<h1>Book</h1>" + "".join(
         f"<h2>Chapter {number}</h2>{paragraph * 20}" for number in range(12)
     )
-    parts = list(cut(read(tmp_path, page)))
+    parts = list(cut_document(read(tmp_path, page)))
     assert len(parts) > 4
     for part in parts:
         above = [heading.title for heading in part.headings or () if heading.start < 0]

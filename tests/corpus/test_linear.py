@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import farspan
-from farspan.corpus.documents import cut
+from farspan.corpus.documents import cut_document
 from farspan.corpus.sources import open_source
-from farspan.corpus.tokenizer import Tokenizer, train
+from farspan.corpus.tokenizer import Tokenizer, train_tokenizer
 from farspan.domain.corpus import Document
 from farspan.retrieval.chunk import chunk_document
 from farspan.retrieval.lexical import words
@@ -85,7 +85,9 @@ def steps(function: Callable[[], object]) -> int:
 
 
 def read(file: Path) -> list[Document]:
-    return [part for document in open_source(str(file)).documents() for part in cut(document)]
+    return [
+        part for document in open_source(str(file)).documents() for part in cut_document(document)
+    ]
 
 
 def repeated(begin: str, piece: str, size: int) -> str:
@@ -138,7 +140,7 @@ TEXTS = (
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return train(["some words of it. " * 20], 300)
+    return train_tokenizer(["some words of it. " * 20], 300)
 
 
 @pytest.mark.parametrize("piece", TEXTS)

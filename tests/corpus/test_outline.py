@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
-from farspan.corpus.documents import cut
+from farspan.corpus.documents import cut_document
 from farspan.corpus.markdown import MarkdownOutline
 from farspan.corpus.outline import MAX_HEADING_CHARS, UnderlinedOutline, read_outline
 from farspan.corpus.sources import open_source
@@ -111,7 +111,11 @@ def test_headings_lie_in_the_parts_of_a_file_where_they_say(line_end: str, tmp_p
     for number in range(2000):
         lines += [f"## Chapter {number}", "", "word " * 60, "", f"Section {number}", "---", "word"]
     (tmp_path / "a.md").write_bytes(line_end.join(lines).encode())
-    parts = [part for document in open_source(str(tmp_path)).documents() for part in cut(document)]
+    parts = [
+        part
+        for document in open_source(str(tmp_path)).documents()
+        for part in cut_document(document)
+    ]
     assert len(parts) > 2 and parts[0].title == "Book"
     titles = []
     for part in parts:

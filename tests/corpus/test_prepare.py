@@ -29,8 +29,8 @@ from farspan.corpus import pack, tokens
 from farspan.corpus import prepare as module
 from farspan.corpus import tokenizer as tokenizers
 from farspan.corpus.documents import read_documents
-from farspan.corpus.entropy import entropies
-from farspan.corpus.prepare import auto_vocab, prepare
+from farspan.corpus.entropy import ngram_entropies
+from farspan.corpus.prepare import auto_vocab, prepare_corpus
 from farspan.corpus.tokens import TokenFile
 from farspan.domain.codec import load
 from farspan.domain.config import DataConfig, TokenizerConfig
@@ -63,7 +63,9 @@ def made(
     **data: Any,
 ) -> tuple[Path, CorpusManifest]:
     config = DataConfig(source=str(source), **{"val": "20%", **data})
-    return prepare(config, tokenizer, root, workers=workers, say=silent, verified=verified)
+    return prepare_corpus(
+        config, tokenizer, root, workers=workers, write_line=silent, verified=verified
+    )
 
 
 def kept(folder: Path, split: str = "all") -> list[Document]:
@@ -94,7 +96,7 @@ def test_token_files_hold_every_kept_document_once(
 ) -> None:
     folder, manifest = made(write(tmp_path / "text", texts), tmp_path / "root")
     assert folder == tmp_path / "root" / manifest.hash
-    words = tokenizers.load(folder)
+    words = tokenizers.load_tokenizer(folder)
     for split, counts in (("train", manifest.train), ("val", manifest.val)):
         file = TokenFile.open(folder, split, manifest)  # type: ignore[arg-type]
         documents = kept(folder, split)
@@ -168,12 +170,12 @@ def test_workers_change_nothing_and_a_second_run_does_nothing(
     ]
     before = {path: path.stat().st_mtime_ns for path in two.iterdir()}
     said: list[str] = []
-    again = prepare(
+    again = prepare_corpus(
         DataConfig(source=str(source), val="20%"),
         SMALL,
         tmp_path / "two",
         workers=2,
-        say=said.append,
+        write_line=said.append,
     )
     assert again == (two, manifest) and said == []
     assert {path: path.stat().st_mtime_ns for path in two.iterdir()} == before
@@ -337,13 +339,13 @@ def test_entropies_are_those_counted_by_hand(train: list[int], val: list[int]) -
         / (len(val) - 1)
         for w in (3, 10, 30, 100, 300, 1000, 3000)
     )
-    found = entropies(np.array(train, np.uint16), np.array(val, np.uint16), vocab)
+    found = ngram_entropies(np.array(train, np.uint16), np.array(val, np.uint16), vocab)
     assert found == pytest.approx((unigram, bigram), rel=1e-9)
 
 
 def test_a_given_tokenizer_is_used_and_kept(texts: list[str], tmp_path: Path) -> None:
     source = write(tmp_path / "text", texts)
-    words = tokenizers.train(texts, 400)
+    words = tokenizers.train_tokenizer(texts, 400)
     words.save(tmp_path / "words.json")
     used = TokenizerConfig(use=str(tmp_path / "words.json"))
     folder, manifest = made(source, tmp_path / "root", tokenizer=used)
@@ -363,12 +365,12 @@ def test_tokenizers_that_differ_in_the_end_of_text_alone_make_two_corpora(
     source = write(tmp_path / "text", texts)
     folder = tmp_path / "words"
     folder.mkdir()
-    tokenizers.train(texts, 400).save(folder / "tokenizer.json")
+    tokenizers.train_tokenizer(texts, 400).save(folder / "tokenizer.json")
     config = TokenizerConfig(use=str(folder / named))
     _, before = made(source, tmp_path / "root", tokenizer=config)
     (folder / "tokenizer_config.json").write_text('{"eos_token": "!"}')
     _, after = made(source, tmp_path / "root", tokenizer=config)
-    assert after.end_of_text == tokenizers.load(folder).end_of_text != before.end_of_text
+    assert after.end_of_text == tokenizers.load_tokenizer(folder).end_of_text != before.end_of_text
     assert after.hash != before.hash
 
 
@@ -376,7 +378,7 @@ def test_the_end_of_text_is_in_the_hash(
     texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write(tmp_path / "text", texts)
-    tokenizers.train(texts, 400).save(tmp_path / "tokenizer.json")
+    tokenizers.train_tokenizer(texts, 400).save(tmp_path / "tokenizer.json")
     config = TokenizerConfig(use=str(tmp_path / "tokenizer.json"))
     # What the files say of it does not count here, only the id itself.
     monkeypatch.setattr(module, "_file_digest", lambda path: "the same")
@@ -498,7 +500,7 @@ def test_a_damaged_corpus_is_prepared_again_with_the_same_bytes(
     assert digests(folder) != before
     assert made(source, tmp_path / "root", verified=True) == (folder, manifest)
     assert digests(folder) == before
-    tokens.verify(folder, manifest)
+    tokens.verify_corpus(folder, manifest)
 
 
 def test_a_corpus_whose_files_are_whole_is_found_without_being_read(

@@ -16,8 +16,8 @@ import msgspec
 import pytest
 import zstandard
 
-from farspan.corpus.documents import PART_CHARS, clean, cut
-from farspan.corpus.sources import available, open_source
+from farspan.corpus.documents import PART_CHARS, clean_text, cut_document
+from farspan.corpus.sources import list_sources, open_source
 from farspan.domain.corpus import Document, SkipLog, Skipped, by_kind
 from farspan.domain.install import install_command
 from farspan.domain.problems import Problem, Refusal
@@ -40,7 +40,7 @@ def test_plugins_are_listed_by_file_name_without_being_imported() -> None:
         "assert not [m for m in sys.modules if m.startswith('farspan.corpus.sources.')]"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(available()) == "['folder', 'huggingface', 'pydocs']"
+    assert done.stdout.strip() == str(list_sources()) == "['folder', 'huggingface', 'pydocs']"
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_every_kind_of_text_file_is_read(tmp_path: Path) -> None:
     )
     (tmp_path / "sub" / "h.bin").write_bytes(b"\0\1")
     source = open_source(str(tmp_path))
-    documents = [part for document in source.documents() for part in cut(document)]
+    documents = [part for document in source.documents() for part in cut_document(document)]
     assert [d.title for d in documents] == [
         "a",
         "The heading",
@@ -142,7 +142,9 @@ def test_a_document_knows_the_line_and_page_of_its_source_on_which_it_begins(
     paragraph = "word " * 1000 + "\n\n"
     (tmp_path / "long.txt").write_text("".join(f"{n} {paragraph}" for n in range(120)))
     documents = [
-        part for document in open_source(str(tmp_path)).documents() for part in cut(document)
+        part
+        for document in open_source(str(tmp_path)).documents()
+        for part in cut_document(document)
     ]
     assert [(d.line, d.page) for d in documents[:2]] == [(3, 0), (2, 2)]
     lines = (tmp_path / "long.txt").read_text().split("\n")
@@ -205,7 +207,7 @@ def test_names_that_are_not_utf8_and_halves_of_characters_can_be_written(tmp_pat
         '{"text": "tea", "k\\ud800": "v\\udfff", "\\ud83d\\ude00": "\\ud83d\\ude00"}\n'
     )
     assert len(open_source(str(tmp_path)).fingerprint()) == 64
-    found = [part for document in read(tmp_path) for part in cut(document)]
+    found = [part for document in read(tmp_path) for part in cut_document(document)]
     coffee, tea = msgspec.json.decode(msgspec.json.encode(found), type=list[Document])
     assert (coffee.title, coffee.text, coffee.origin) == (
         "caf\ufffd",
@@ -279,20 +281,22 @@ def test_skipped_files_are_counted_by_kind_and_reason_with_the_first_names() -> 
 def test_long_texts_are_cut_in_parts_that_lose_nothing_but_blank_lines() -> None:
     rng = random.Random(0)
     text = "".join(rng.choice(["word ", "other ", "line\n", "par\n\n"]) for _ in range(150_000))
-    found = list(cut(Document(title="Book", text=text, origin="x")))
+    found = list(cut_document(Document(title="Book", text=text, origin="x")))
     assert [d.title for d in found] == ["Book", "Book (part 2)", "Book (part 3)", "Book (part 4)"]
     assert all(0 < len(d.text) <= PART_CHARS for d in found)
-    assert "\n".join(d.text for d in found).split() == clean(text).split()
-    assert len(list(cut(Document(title="x", text="é" * (2 * PART_CHARS), origin="")))) == 2
+    assert "\n".join(d.text for d in found).split() == clean_text(text).split()
+    assert len(list(cut_document(Document(title="x", text="é" * (2 * PART_CHARS), origin="")))) == 2
 
 
 @pytest.mark.parametrize("blank", ["\u00a0", "\u3000\n\n\u3000", "\u2028", "\n\x85\n"])
 def test_text_of_blank_space_alone_is_no_document(blank: str) -> None:
-    assert not list(cut(Document(title="Blank", text=blank, origin="x")))
+    assert not list(cut_document(Document(title="Blank", text=blank, origin="x")))
 
 
 def test_cleaning_leaves_text_that_can_be_written() -> None:
-    assert clean("\ufeff a\r\nb\rc\0 \ud800 \U0001f600 \ud83d\ude00 ") == "a\nb\nc \ufffd 😀 😀"
+    assert (
+        clean_text("\ufeff a\r\nb\rc\0 \ud800 \U0001f600 \ud83d\ude00 ") == "a\nb\nc \ufffd 😀 😀"
+    )
 
 
 @pytest.mark.parametrize(

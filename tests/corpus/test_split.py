@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from farspan.corpus import dedup
 from farspan.corpus.copies import CLUSTERS
-from farspan.corpus.documents import PART_CHARS, divide, read_copies, read_documents
-from farspan.corpus.prepare import prepare
+from farspan.corpus.documents import PART_CHARS, divide_document, read_copies, read_documents
+from farspan.corpus.prepare import prepare_corpus
 from farspan.corpus.split import below_share, of_least_hash, place_to_cut
 from farspan.domain.config import DataConfig, TokenizerConfig
 from farspan.domain.corpus import CorpusManifest, Document, Heading
@@ -27,7 +27,9 @@ HASHES = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=30)
 
 def made(source: Path, root: Path, **data: Any) -> tuple[Path, CorpusManifest]:
     config = DataConfig(source=str(source), **data)
-    return prepare(config, TokenizerConfig(vocab=400), root, workers=1, say=lambda line: None)
+    return prepare_corpus(
+        config, TokenizerConfig(vocab=400), root, workers=1, write_line=lambda line: None
+    )
 
 
 def splits(folder: Path, manifest: CorpusManifest) -> tuple[list[Document], list[Document]]:
@@ -142,9 +144,9 @@ def test_end_of_a_long_text_in_parts_is_held_out(tmp_path: Path) -> None:
 
 
 def parts_of(text: str) -> list[Document]:
-    from farspan.corpus.documents import cut
+    from farspan.corpus.documents import cut_document
 
-    return list(cut(Document(title="x", text=text, origin="x")))
+    return list(cut_document(Document(title="x", text=text, origin="x")))
 
 
 @pytest.mark.parametrize("share", ["5%", "30%", "50%"])
@@ -191,7 +193,7 @@ def test_text_is_cut_where_both_sides_say_something(text: str, target: int, reac
     text = text.strip()
     at = place_to_cut(text, target, reach)
     assert text[:at].strip() and text[at:].strip()
-    head, tail = divide(Document(title="t", text=text, origin="o", line=1), at)
+    head, tail = divide_document(Document(title="t", text=text, origin="o", line=1), at)
     assert head.text and tail.text
     assert "".join((head.text + tail.text).split()) == "".join(text.split())
     assert tail.line == 1 + text[: text.rindex(tail.text)].count("\n")
@@ -213,7 +215,7 @@ def test_both_parts_of_a_divided_document_keep_the_headings_that_they_stand_unde
         for level, title in ((1, "One"), (2, "Two"), (1, "Three"))
     )
     document = Document(title="t", text=text, origin="t.md", headings=headings)
-    head, tail = divide(document, text.index("more words"))
+    head, tail = divide_document(document, text.index("more words"))
     assert head.headings == headings[:2]
     assert tail.headings == (
         Heading(-1, 1, "One"),

@@ -63,7 +63,7 @@ PIECES = [
 
 @pytest.fixture(scope="module")
 def trained() -> tokenizer.Tokenizer:
-    return tokenizer.train([TEXT], 3000)
+    return tokenizer.train_tokenizer([TEXT], 3000)
 
 
 def by_tokenizers(words: tokenizer.Tokenizer, text: str) -> list[int]:
@@ -203,14 +203,14 @@ def test_load_reads_a_file_a_folder_and_gpt2_files(
     trained.save(tmp_path / "tokenizer.json")
     expected = trained.encode(TEXT[:5000])
     for where in (tmp_path, tmp_path / "tokenizer.json", str(tmp_path)):
-        assert tokenizer.load(where).encode(TEXT[:5000]) == expected
+        assert tokenizer.load_tokenizer(where).encode(TEXT[:5000]) == expected
     old = tmp_path / "gpt2"
     old.mkdir()
     content = json.loads((tmp_path / "tokenizer.json").read_text())["model"]
     (old / "vocab.json").write_text(json.dumps(content["vocab"]))
     merges = "".join(f"{left} {right}\n" for left, right in content["merges"])
     (old / "merges.txt").write_text("#version: 0.2\n" + merges)
-    loaded = tokenizer.load(old)
+    loaded = tokenizer.load_tokenizer(old)
     assert loaded.encode(TEXT[:5000]) == expected
     assert loaded.engine == "tiktoken"
     assert loaded.end_of_text == trained.end_of_text
@@ -221,18 +221,18 @@ def test_the_end_of_text_token_named_by_the_config_wins_and_is_kept(tmp_path: Pa
     inner.add_special_tokens(["<stop>"])
     inner.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<stop>"}}')
-    loaded = tokenizer.load(tmp_path)
+    loaded = tokenizer.load_tokenizer(tmp_path)
     assert loaded.decode([loaded.end_of_text]) == "<stop>"
     (tmp_path / "again").mkdir()
     loaded.save(tmp_path / "again" / "tokenizer.json")
-    assert tokenizer.load(tmp_path / "again").end_of_text == loaded.end_of_text
+    assert tokenizer.load_tokenizer(tmp_path / "again").end_of_text == loaded.end_of_text
 
 
 def test_a_tokenizer_of_another_kind_works_through_tokenizers(tmp_path: Path) -> None:
     inner = Inner(models.WordLevel({"<unk>": 0, "</s>": 1, "a": 2, "b": 3}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     inner.save(str(tmp_path / "tokenizer.json"))
-    loaded = tokenizer.load(tmp_path)
+    loaded = tokenizer.load_tokenizer(tmp_path)
     assert loaded.engine == "tokenizers"
     assert loaded.encode_batch(["a b", "b zzz"]) == [[2, 3], [3, 0]]
     assert loaded.end_of_text == 1
@@ -240,7 +240,7 @@ def test_a_tokenizer_of_another_kind_works_through_tokenizers(tmp_path: Path) ->
 
 def refusal(where: object) -> str:
     with pytest.raises(Refusal) as caught:
-        tokenizer.load(where)  # type: ignore[arg-type]
+        tokenizer.load_tokenizer(where)  # type: ignore[arg-type]
     assert caught.value.problem.remedy
     return caught.value.problem.code
 
@@ -264,7 +264,7 @@ def split_by(pattern: str) -> dict[str, Any]:
 def refusal_of(content: dict[str, Any], folder: Path) -> Problem:
     (folder / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(Refusal) as caught:
-        tokenizer.load(folder)
+        tokenizer.load_tokenizer(folder)
     return caught.value.problem
 
 
@@ -317,7 +317,7 @@ def test_patterns_that_end_are_used(
         (tmp_path / "tokenizer.json").write_text(
             json.dumps(content | {"pre_tokenizer": split_by(pattern)})
         )
-        assert tokenizer.load(tmp_path).encode("12 words")
+        assert tokenizer.load_tokenizer(tmp_path).encode("12 words")
     # Known ones are not tried at all.
     monkeypatch.setattr(patterns, "start_beside", None)
     for pattern in patterns.KNOWN_PATTERNS:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan.corpus import find, tokens
-from farspan.corpus.tokens import TokenFile, VerifiedArray, checksums_of, fingerprint
+from farspan.corpus.tokens import TokenFile, VerifiedArray, checksums_of, split_fingerprint
 from farspan.domain.codec import load, to_json
 from farspan.domain.corpus import BLOCK_BYTES, SENT, CorpusManifest, token_file_sizes
 from farspan.domain.problems import Problem, Refusal
@@ -28,22 +28,22 @@ MANY = 6 * BLOCK_BYTES // 2 + 777
 def test_whichever_token_differs_the_fingerprint_does():
     random = np.random.default_rng(0)
     ours = random.integers(0, 2**16, 5000, dtype=np.uint16)
-    assert fingerprint(ours.copy()) == fingerprint(ours)
+    assert split_fingerprint(ours.copy()) == split_fingerprint(ours)
     for place in (0, 4999, *random.integers(5000, size=50)):
         other = ours.copy()
         other[place] ^= 1
-        assert fingerprint(other) != fingerprint(ours)
-    assert fingerprint(ours[:-1]) != fingerprint(ours)
+        assert split_fingerprint(other) != split_fingerprint(ours)
+    assert split_fingerprint(ours[:-1]) != split_fingerprint(ours)
 
 
 def test_of_large_files_evenly_spaced_blocks_are_read(monkeypatch):
-    monkeypatch.setattr(tokens, "BLOCKS", 4)
-    monkeypatch.setattr(tokens, "BLOCK", 10)
+    monkeypatch.setattr(tokens, "FINGERPRINT_BLOCKS", 4)
+    monkeypatch.setattr(tokens, "FINGERPRINT_BLOCK_BYTES", 10)
     ours = np.zeros(100, np.uint8)
     read = [
         place
         for place in range(100)
-        if fingerprint(ours) != fingerprint((np.arange(100) == place).view(np.uint8))
+        if split_fingerprint(ours) != split_fingerprint((np.arange(100) == place).view(np.uint8))
     ]
     assert read == [start + i for start in (0, 25, 50, 75) for i in range(10)]
 
@@ -118,8 +118,8 @@ def test_a_block_is_hashed_once(whole: Path, monkeypatch: pytest.MonkeyPatch) ->
         hashed.append(len(block))
         return checksum(block)
 
-    checksum = tokens.checksum
-    monkeypatch.setattr(tokens, "checksum", counting)
+    checksum = tokens.block_checksum
+    monkeypatch.setattr(tokens, "block_checksum", counting)
     file = TokenFile.open(whole, "train", load(whole / "corpus.json", CorpusManifest))
     for _ in range(3):
         for start in range(0, MANY, 100):
@@ -131,10 +131,10 @@ def test_a_block_is_hashed_once(whole: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_every_file_is_verified_in_full_on_request(whole: Path, tmp_path: Path, name: str) -> None:
     size = (whole / name).stat().st_size
     manifest = damaged(whole, tmp_path / "copy", name, size // 2, min(4000, size // 2))
-    problem = problem_of(tokens.verify, tmp_path / "copy", manifest, "mend it")
+    problem = problem_of(tokens.verify_corpus, tmp_path / "copy", manifest, "mend it")
     assert problem.where == str(tmp_path / "copy" / name)
     assert problem.remedy == "mend it"
-    tokens.verify(whole, manifest)
+    tokens.verify_corpus(whole, manifest)
 
 
 def test_damaged_document_ends_are_noticed_where_documents_are_reshuffled(
@@ -154,7 +154,7 @@ def test_a_damaged_copy_that_another_host_sent_counts_as_none(whole: Path, tmp_p
     copy = tmp_path / f"{SENT}{tiny.CORPUS_HASH}"
     manifest = damaged(whole, copy, "train.bin", 20_000)
     assert find.is_corpus(copy, tiny.CORPUS_HASH)
-    assert problem_of(tokens.verify, copy, manifest).code == "corpus-damaged"
+    assert problem_of(tokens.verify_corpus, copy, manifest).code == "corpus-damaged"
     assert not find.is_corpus(copy, tiny.CORPUS_HASH)
 
 

@@ -29,7 +29,7 @@ def test_verbatim_share_is_what_a_search_by_hand_finds(corpus, written, least):
 
 
 def test_a_run_over_the_border_of_two_parts_is_found(monkeypatch):
-    monkeypatch.setattr(verbatim, "PART", 50)
+    monkeypatch.setattr(verbatim, "PART_TOKENS", 50)
     rng = np.random.default_rng(0)
     corpus = rng.integers(0, 8000, 400).astype(np.uint16)
     for start in (0, 30, 42, 49, 50, 51, 380):

@@ -56,7 +56,7 @@ def test_prices_of_a_device_a_site_and_the_file_go_before_the_catalogue_in_that_
         "sites:\n  a: {price: 0.25, hosts: {x: {devices: [t4, {kind: t4, price: 0.1}]}}}\n"
         "  b: {hosts: {y: {devices: [t4, a40]}}}\nprices: {t4: 0.2}\n",
     )
-    listed = catalog.devices()["a40"].price
+    listed = catalog.load_devices()["a40"].price
     assert [device.usd_per_hour for device in cluster.devices] == [
         0.25,
         0.1,
@@ -275,9 +275,9 @@ def test_cluster_file_with_a_bad_value_is_refused_by_key(tmp_path, text, code, w
 
 
 def test_every_cluster_that_ships_reads_back_from_what_is_written(tmp_path):
-    assert len(clusters.named()) == 8
-    for name in clusters.named():
-        cluster = clusters.find(name)
+    assert len(clusters.shipped_clusters()) == 8
+    for name in clusters.shipped_clusters():
+        cluster = clusters.find_cluster(name)
         path = tmp_path / "again.yaml"
         save_cluster(cluster, path, "again")
         assert load_cluster(path) == cluster
@@ -336,18 +336,18 @@ def test_the_published_slices_have_the_published_round_trips():
         "gat-amst": 103.0,
     }
     for name, rtt_ms in asked.items():
-        cluster = clusters.find(f"fabric/{name}")
+        cluster = clusters.find_cluster(f"fabric/{name}")
         assert cluster.link("vm1", "vm2").rtt_s == pytest.approx(rtt_ms / 1000)
         assert len(cluster.devices) == 4
 
 
 def test_the_first_devices_of_a_cluster():
-    assert len(clusters.find("slm-cost/h100:12").devices) == 12
-    assert [len(host.devices) for host in clusters.find("slm-cost/h100:12").hosts] == [8, 4]
-    assert len(clusters.find("fabric/gat-amst:2").sites) == 1
+    assert len(clusters.find_cluster("slm-cost/h100:12").devices) == 12
+    assert [len(host.devices) for host in clusters.find_cluster("slm-cost/h100:12").hosts] == [8, 4]
+    assert len(clusters.find_cluster("fabric/gat-amst:2").sites) == 1
     for name, code in (("fabric/gat-amst:5", "device-missing"), ("fabric/gat-ams", "path-missing")):
         with pytest.raises(Refusal) as refusal:
-            clusters.find(name)
+            clusters.find_cluster(name)
         assert refusal.value.problem.code == code
         assert "fabric/gat-amst" in refusal.value.problem.remedy
 
@@ -428,7 +428,7 @@ def test_of_ways_that_are_as_short_the_widest_is_taken_whatever_the_names(names)
 
 
 def test_every_catalogue_figure_has_a_source_and_a_date():
-    for kind, device in catalog.devices().items():
+    for kind, device in catalog.load_devices().items():
         assert device.source, kind
         assert device.checked.startswith("202"), kind
         assert device.price is None or (
@@ -442,7 +442,7 @@ def test_every_catalogue_figure_has_a_source_and_a_date():
             assert device.memory and device.watts and device.interconnect and device.match, kind
         elif device.backend == "mps":
             assert device.memory is None and device.interconnect.kind == "unified", kind
-    kinds = catalog.devices()
+    kinds = catalog.load_devices()
     assert {
         "rtx6000",
         "t4",
@@ -466,7 +466,7 @@ def test_every_catalogue_figure_has_a_source_and_a_date():
 
 
 def test_tf32_is_slower_than_bf16_and_needs_the_matrix_units():
-    kinds = catalog.devices()
+    kinds = catalog.load_devices()
     for kind, device in kinds.items():
         if "tf32" in device.flops:
             assert device.flops["fp32"] * 0.99 <= device.flops["tf32"] <= device.flops["bf16"], kind
@@ -489,7 +489,7 @@ def test_tf32_is_slower_than_bf16_and_needs_the_matrix_units():
 
 def test_a_measured_product_is_of_the_sheets_order_and_has_its_source():
     counted = 0
-    for kind, device in catalog.devices().items():
+    for kind, device in catalog.load_devices().items():
         # GeForce cards clock higher than the sheet says, by a fifth at most.
         most = 1.25 if kind.startswith("rtx") else 1.0
         for dtype, best in device.measured.items():
@@ -497,13 +497,13 @@ def test_a_measured_product_is_of_the_sheets_order_and_has_its_source():
             assert 0.5 < best.flops / device.flops[dtype] <= most, (kind, dtype)
             counted += 1
     assert counted > 40
-    assert catalog.devices()["h100"].device("h100").sheet.measured["bf16"] == 794.5e12
+    assert catalog.load_devices()["h100"].device("h100").sheet.measured["bf16"] == 794.5e12
 
 
 def test_catalogue_interconnects_have_a_rate_and_a_ring_rate_below_it():
-    for name, entry in catalog.interconnects().items():
+    for name, entry in catalog.load_interconnects().items():
         assert entry.source and entry.checked.startswith("202") and entry.shares, name
-    for kind, device in catalog.devices().items():
+    for kind, device in catalog.load_devices().items():
         joined = device.device(kind, 2**34).sheet.interconnect
         if joined is None:
             assert device.backend == "cpu", kind
@@ -514,27 +514,27 @@ def test_catalogue_interconnects_have_a_rate_and_a_ring_rate_below_it():
             assert all(
                 0 < catalog.ring_rate(joined, count) <= joined.rate for count in (2, 4, 8, 16)
             ), kind
-    kinds = catalog.devices()
+    kinds = catalog.load_devices()
     a100, rtx = (kinds[kind].device(kind).sheet.interconnect for kind in ("a100-80", "rtx4090"))
     assert catalog.ring_rate(a100, 8) == 0.77 * a100.rate > catalog.ring_rate(a100, 2)
     assert catalog.ring_rate(rtx, 2) < catalog.ring_rate(msgspec.structs.replace(rtx, p2p=True), 2)
 
 
 def test_a_drivers_name_and_a_label_of_ray_stand_for_one_kind_only():
-    entries = catalog.devices().items()
+    entries = catalog.load_devices().items()
     for names in (
         [n for _, d in entries for n in d.match],
         [n for k, d in entries for n in (k, *d.labels)],
     ):
         assert len(names) == len(set(names)), names
     for kind, device in entries:
-        assert all(catalog.kind_of(name) == kind for name in device.match), kind
+        assert all(catalog.find_kind(name) == kind for name in device.match), kind
         assert all(
-            label == label.lower() and catalog.kind_of_label(label) == kind
+            label == label.lower() and catalog.find_kind_of_label(label) == kind
             for label in (kind, *device.labels)
         )
     labels = ("A100-80G", "M1-Max", "Quadro-RTX-6000", "A100", "V100", "")
-    assert [catalog.kind_of_label(label) for label in labels] == [
+    assert [catalog.find_kind_of_label(label) for label in labels] == [
         "a100-80",
         "m1-max",
         "rtx6000",
@@ -611,7 +611,7 @@ def test_measured_products_and_interconnects_are_read_scaled_and_written_again(t
     ],
 )
 def test_a_drivers_name_finds_its_kind_and_no_other(name, kind):
-    assert catalog.kind_of(name) == kind
+    assert catalog.find_kind(name) == kind
 
 
 def test_a_measured_cluster_has_one_hash_whatever_the_order_of_its_tables():
@@ -628,7 +628,7 @@ def test_a_measured_cluster_has_one_hash_whatever_the_order_of_its_tables():
 
 
 def test_hosts_and_devices_change_each_in_its_place():
-    here = clusters.find("fabric/utah-gpn")
+    here = clusters.find_cluster("fabric/utah-gpn")
     changed = here.with_devices(lambda host, i: host.devices[i].but(threads=i + len(host.name)))
     wanted = [i + len(host.name) for host in here.hosts for i in range(len(host.devices))]
     assert [device.slot.threads for device in changed.devices] == wanted and len(wanted) == 4
@@ -656,7 +656,7 @@ def test_cluster_json_has_all_figures_of_a_device_side_by_side_and_reads_back(tm
 
 
 def test_tf32_is_fp32_on_devices_that_lack_it_if_others_have_it():
-    kinds = {name: catalog.devices()[name].device(name) for name in ("a100-40", "v100-16")}
+    kinds = {name: catalog.load_devices()[name].device(name) for name in ("a100-40", "v100-16")}
 
     def lacking(precision, *names):
         host = Host(name="h", devices=tuple(kinds[name] for name in names))

@@ -11,7 +11,7 @@ from farspan.domain.problems import Refusal
 
 def test_epoch_ledger_records_the_last_valid_step_of_each_earlier_start(tmp_path):
     path = tmp_path / "epochs.json"
-    assert [epoch.advance(path, newest) for newest in (-1, 40, 40, 90)] == [1, 2, 3, 4]
+    assert [epoch.begin_epoch(path, newest) for newest in (-1, 40, 40, 90)] == [1, 2, 3, 4]
     ledger = epoch.read_ledger(path)
     assert ledger == Ledger(epoch=4, ended={1: 40, 2: 40, 3: 90})
     for number, step, counts in (
@@ -27,14 +27,14 @@ def test_epoch_ledger_records_the_last_valid_step_of_each_earlier_start(tmp_path
 
 def test_superseded_worker_may_not_write(tmp_path):
     path = tmp_path / "epochs.json"
-    epoch.require(path, 0)
-    epoch.advance(path, -1)
-    epoch.require(path, 1)
-    epoch.advance(path, 3)
+    epoch.require_current(path, 0)
+    epoch.begin_epoch(path, -1)
+    epoch.require_current(path, 1)
+    epoch.begin_epoch(path, 3)
     with pytest.raises(
         Refusal, match="it is of start 1 of the run, which is at start 2"
     ) as refusal:
-        epoch.require(path, 1)
+        epoch.require_current(path, 1)
     assert refusal.value.problem.code == "superseded" and refusal.value.problem.exit_code == 45
 
 
@@ -47,7 +47,7 @@ def test_damaged_ledger_excludes_no_checkpoint_and_lets_no_worker_write(tmp_path
     path.write_bytes(content)
     assert epoch.readable_ledger(path).counts(1, 10**6)
     with pytest.raises(Refusal) as refusal:
-        epoch.require(path, 7)
+        epoch.require_current(path, 7)
     assert refusal.value.problem.code == "worker-lost"
     assert refusal.value.problem.remedy == f"farspan resume {tmp_path}"
 
@@ -55,7 +55,7 @@ def test_damaged_ledger_excludes_no_checkpoint_and_lets_no_worker_write(tmp_path
 def test_rebuilt_ledger_counts_what_is_saved_and_excludes_what_earlier_starts_still_save(tmp_path):
     path = tmp_path / "epochs.json"
     path.write_bytes(b"{")
-    assert epoch.advance(path, 80, epoch.rebuilt(4, 80)) == 5
+    assert epoch.begin_epoch(path, 80, epoch.rebuild_ledger(4, 80)) == 5
     ledger = epoch.read_ledger(path)
     assert all(ledger.counts(number, 80) for number in range(6))
     assert not any(ledger.counts(number, 81) for number in range(1, 5))
@@ -63,7 +63,9 @@ def test_rebuilt_ledger_counts_what_is_saved_and_excludes_what_earlier_starts_st
 
 
 def test_worker_reads_its_epoch_from_the_environment():
-    assert epoch.given({}) is None
-    assert epoch.given({epoch.EPOCH: '{"number":3,"skip":[7]}'}) == Epoch(number=3, skip=(7,))
+    assert epoch.read_own_epoch({}) is None
+    assert epoch.read_own_epoch({epoch.EPOCH_VARIABLE: '{"number":3,"skip":[7]}'}) == Epoch(
+        number=3, skip=(7,)
+    )
     with pytest.raises(Refusal):
-        epoch.given({epoch.EPOCH: '{"number":-1}'})
+        epoch.read_own_epoch({epoch.EPOCH_VARIABLE: '{"number":-1}'})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from farspan.domain.gpus import Gpu, Nvidia, TorchGpu, Wheel, is_kind, judge, runs
+from farspan.domain.gpus import Gpu, Nvidia, TorchGpu, Wheel, has_code_for, is_kind, judge_gpus
 
 #: `torch.cuda.get_arch_list()` of the wheels of PyTorch 2.13 for Linux x86-64.
 CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
@@ -61,7 +61,7 @@ def with_driver(gpu, version):
 def test_a_wheel_has_code_for_a_card_of_its_major_version_or_ptx_for_later_ones(
     capability, archs, able
 ):
-    assert runs(capability, archs) is able
+    assert has_code_for(capability, archs) is able
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_wheel_has_code_for_a_card_of_its_major_version_or_ptx_for_later_ones(
     ],
 )
 def test_gpus_that_none_can_be_used_of_are_refused_with_driver_wheel_and_fix(gpu, wheel, why, fix):
-    problem, notes = judge(Nvidia(gpus=(gpu,)), wheel)
+    problem, notes = judge_gpus(Nvidia(gpus=(gpu,)), wheel)
     assert problem is not None and notes == ()
     assert problem.code == "device-unusable" and gpu.name in problem.what
     assert why in problem.fact and gpu.driver in problem.fact
@@ -146,27 +146,27 @@ def test_gpus_that_none_can_be_used_of_are_refused_with_driver_wheel_and_fix(gpu
     ],
 )
 def test_usable_and_deliberately_hidden_gpus_give_no_finding(gpus, wheel):
-    assert judge(Nvidia(gpus=gpus), wheel) == (None, ())
+    assert judge_gpus(Nvidia(gpus=gpus), wheel) == (None, ())
 
 
 @pytest.mark.parametrize("visible", ["", "-1", " "])
 def test_hiding_all_gpus_is_a_choice(visible):
     for wheel in (CPU, NEW):
-        problem, notes = judge(
+        problem, notes = judge_gpus(
             Nvidia(gpus=(H100,)), msgspec.structs.replace(wheel, visible=visible)
         )
         assert problem is None and notes == ("CUDA_VISIBLE_DEVICES hides the NVIDIA GPUs",)
 
 
 def test_a_gpu_of_several_that_cannot_be_used_is_left_out_with_a_note():
-    problem, (note,) = judge(Nvidia(gpus=(GTX1080, RTX4090)), seen(GTX1080, RTX4090))
+    problem, (note,) = judge_gpus(Nvidia(gpus=(GTX1080, RTX4090)), seen(GTX1080, RTX4090))
     assert problem is None
     assert (
         note.startswith("NVIDIA GeForce GTX 1080 (sm_61) is left out")
         and "cu126" in note
         and "sm_75" in note
     )
-    problem, (note,) = judge(Nvidia(gpus=(RTX4090, RTX4090)), seen(RTX4090))
+    problem, (note,) = judge_gpus(Nvidia(gpus=(RTX4090, RTX4090)), seen(RTX4090))
     assert problem is None and note.startswith("1 of 2 GPUs are left out")
     amd = Wheel(
         torch="2.13.0+rocm7.2",
@@ -174,18 +174,18 @@ def test_a_gpu_of_several_that_cannot_be_used_is_left_out_with_a_note():
         hip="7.2",
         seen=(TorchGpu(name="AMD Radeon", capability=(11, 0)),),
     )
-    problem, (note,) = judge(Nvidia(gpus=(RTX4090,)), amd)
+    problem, (note,) = judge_gpus(Nvidia(gpus=(RTX4090,)), amd)
     assert problem is None and "left out" in note and "ROCm 7.2" in note
 
 
 def test_a_driver_that_does_not_answer_is_noted_and_refuses_nothing():
-    problem, (note,) = judge(Nvidia(failure="it has not answered within 10 s"), CPU)
+    problem, (note,) = judge_gpus(Nvidia(failure="it has not answered within 10 s"), CPU)
     assert problem is None and "it has not answered within 10 s" in note
-    assert judge(Nvidia(failure="Field x"), seen(RTX4090)) == (None, ())
+    assert judge_gpus(Nvidia(failure="Field x"), seen(RTX4090)) == (None, ())
 
 
 def test_a_finding_of_another_host_names_it_in_its_fix():
-    problem, _ = judge(Nvidia(gpus=(H100,)), CPU, "gpu1")
+    problem, _ = judge_gpus(Nvidia(gpus=(H100,)), CPU, "gpu1")
     assert problem is not None and problem.remedy.startswith("on gpu1: pip install")
     assert problem.where == "host gpu1" and "parallel.device" not in problem.remedy
 

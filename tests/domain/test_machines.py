@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from farspan.domain import catalog
 from farspan.domain.cluster import SITE_BANDWIDTH, SITE_RTT_S, Cluster, Device, Host, Link, Site
-from farspan.domain.machines import UNKNOWN_LINE, UNKNOWN_SITE, machines
+from farspan.domain.machines import UNKNOWN_LINK, UNKNOWN_SITE, load_machines
 from farspan.domain.units import parse_rate
 
-KINDS = catalog.devices()
+KINDS = catalog.load_devices()
 
 
 def device(kind: str) -> Device:
@@ -39,7 +39,7 @@ def rate(cluster: Cluster, a: str = "h0", b: str = "h1") -> float | None:
 
 def test_every_known_machine_has_its_source_and_kinds_that_nvlink_joins():
     kinds: list[str] = []
-    for name, machine in machines().items():
+    for name, machine in load_machines().items():
         assert machine.source and machine.checked.startswith("202"), name
         assert machine.devices == 8, name
         assert SITE_BANDWIDTH < parse_rate(machine.least) < parse_rate(machine.network), name
@@ -74,7 +74,7 @@ def test_hosts_of_a_known_machines_shape_have_its_network(kind, gbit, machine):
 def test_hosts_of_any_other_shape_have_10_gbit_s(kind, first, second):
     joined = device(kind).sheet.interconnect
     nvlink = joined is not None and joined.kind == "nvlink"
-    known = {kind for machine in machines().values() for kind in machine.kinds}
+    known = {kind for machine in load_machines().values() for kind in machine.kinds}
     cluster = site((kind,) * first, (kind,) * second)
     if nvlink and kind in known and first == second == 8:
         assert rate(cluster) != SITE_BANDWIDTH
@@ -118,6 +118,6 @@ def test_a_line_between_sites_is_assumed_too_and_never_where_there_is_none():
     )
     line = Link(a="A", b="B", rtt_s=0.02)
     assert Cluster(sites=(a, b)).assumed_network("A0", "B0") is None
-    assert Cluster(sites=(a, b), links=(line,)).assumed_network("A0", "B0") == UNKNOWN_LINE
+    assert Cluster(sites=(a, b), links=(line,)).assumed_network("A0", "B0") == UNKNOWN_LINK
     given = msgspec.structs.replace(line, bandwidth=1e8)
     assert Cluster(sites=(a, b), links=(given,)).assumed_network("A0", "B0") is None

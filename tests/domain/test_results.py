@@ -7,13 +7,13 @@ import pytest
 
 from farspan.domain.codec import load
 from farspan.domain.problems import Refusal
-from farspan.domain.results import RESERVE, Estimate
+from farspan.domain.results import OVERHEAD_SHARE, Estimate
 from tests.report.fake_run import ESTIMATE
 
 
 def test_figures_follow_from_the_step_and_the_workload():
     work = ESTIMATE.workload
-    assert ESTIMATE.run_s == pytest.approx(work.steps * ESTIMATE.step_s / (1 - RESERVE))
+    assert ESTIMATE.run_s == pytest.approx(work.steps * ESTIMATE.step_s / (1 - OVERHEAD_SHARE))
     cut = msgspec.structs.replace(
         ESTIMATE,
         workload=msgspec.structs.replace(

@@ -13,9 +13,9 @@ from farspan.domain.clusterfile import ClusterFile, load_cluster
 from farspan.domain.codec import convert
 from farspan.domain.config import RunConfig
 from farspan.domain.problems import Problem, Refusal
-from farspan.domain.suggest import LIKE, advise, any_of, known_names, likeness, suggest
+from farspan.domain.suggest import MIN_LIKENESS, advise, any_of, known_names, likeness, suggest
 from farspan.domain.suggest_device import advise_device, suggest_device
-from farspan.domain.synonyms import KEYS, NAMES, NOT_OFFERED
+from farspan.domain.synonyms import KEY_SYNONYMS, NOT_OFFERED, VALUE_SYNONYMS
 
 TECHNIQUES = ("data", "diloco", "fsdp", "hsdp", "pipeshard", "shard", "zero1", "zero2")
 PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16")
@@ -115,8 +115,8 @@ def test_cutoff_lies_between_slips_of_the_pen_and_other_words() -> None:
         ("pydoc", "docs"),
         ("b100", "h10"),
     ]
-    assert min(likeness(*pair) for pair in slips) >= LIKE
-    assert max(likeness(*pair) for pair in others) < LIKE
+    assert min(likeness(*pair) for pair in slips) >= MIN_LIKENESS
+    assert max(likeness(*pair) for pair in others) < MIN_LIKENESS
 
 
 def test_names_that_people_choose_have_no_synonyms() -> None:
@@ -169,7 +169,7 @@ def test_kind_with_another_last_digit_is_shown_and_not_proposed() -> None:
 
 
 def test_every_name_of_a_driver_and_of_ray_brings_its_kind_alone() -> None:
-    for kind, entry in catalog.devices().items():
+    for kind, entry in catalog.load_devices().items():
         for name in (*entry.match, *entry.labels):
             assert suggest_device(name) == (kind,), name
             assert suggest_device(name.lower()) == (kind,), name
@@ -321,7 +321,9 @@ def test_value_that_is_not_offered_is_explained() -> None:
 
 
 def test_words_of_the_table_are_in_their_normal_form() -> None:
-    rows = [words for words, _ in (*KEYS, *NAMES)] + [group.words for group in NOT_OFFERED]
+    rows = [words for words, _ in (*KEY_SYNONYMS, *VALUE_SYNONYMS)] + [
+        group.words for group in NOT_OFFERED
+    ]
     typed = [word for words in rows for word in words.split()]
     assert typed and not [word for word in typed if not re.fullmatch(r"[a-z0-9.]+", word)]
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from farspan import models
 from farspan.domain.cluster import Cluster, Device, Host, Link, Site
-from farspan.domain.engine import Engine, engine
+from farspan.domain.engine import Engine, load_engine
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import (
     Edge,
@@ -144,7 +144,7 @@ ENGINES = ("farspan", "awaiting")
 
 def named(name: str) -> Engine:
     """The runtime's own engine, or one that awaits its sends and posts receives just in time."""
-    own = engine("farspan")
+    own = load_engine("farspan")
     late = {
         "sends_awaited": True,
         "receives_ahead": False,

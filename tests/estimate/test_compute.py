@@ -9,7 +9,7 @@ import pytest
 
 from farspan import models
 from farspan.domain.cluster import Host, MatmulRate
-from farspan.domain.engine import Moves, engine
+from farspan.domain.engine import Moves, load_engine
 from farspan.domain.plan import GradSync
 from farspan.estimate.compute import (
     ATTAINED,
@@ -302,7 +302,7 @@ def test_residuals_norms_and_launches_are_not_divided_by_a_tensor_axis():
 
 def test_every_activity_of_every_family_is_counted_by_eager_pytorch():
     """What the engine of eager PyTorch leaves out would take no time."""
-    counted = engine("torch2024").kernels
+    counted = load_engine("torch2024").kernels
     for spec, keys in itertools.product((TIED, UNTIED, RELU), (None, 16, 10)):
         graph = models.graph(spec)
         for op in (*graph.embedding, *graph.block, *graph.head):

@@ -11,7 +11,7 @@ from farspan.domain.train import Muon
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.model.tensor_axis import TensorAxis
-from farspan.runtime.state.zero_buckets import ALIGNED, Division, divide, length
+from farspan.runtime.state.zero_buckets import ALIGNED, Division, divide_buckets, owned_length
 from farspan.semantics.matrices import (
     block_matrices,
     matrices,
@@ -42,7 +42,7 @@ def test_priced_matrix_updates_equal_those_of_the_busiest_worker(number):
             flops = list[float]()
             for rank in stage.mesh.ranks:
                 buckets, names, slices = held_by(Topology(plan, rank))
-                held.append(sum(length(bucket) for bucket in buckets if bucket.matrices))
+                held.append(sum(owned_length(bucket) for bucket in buckets if bucket.matrices))
                 mine = [
                     names[i]
                     for bucket in buckets
@@ -85,7 +85,11 @@ def held_by(topology: Topology):
         sliced=frozenset(model.slices),
         matrices=frozenset(block_matrices(models.graph(topology.plan.model))),
     )
-    return divide(names, [p.shape for p in model.parameters()], division), names, model.slices
+    return (
+        divide_buckets(names, [p.shape for p in model.parameters()], division),
+        names,
+        model.slices,
+    )
 
 
 @pytest.mark.parametrize("name", models.presets())

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from farspan import models
 from farspan.domain.cluster import Cluster, Device, Host, Interconnect, Link
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.estimate.price import estimate
 from tests.estimate.parts import plans
 
@@ -18,7 +18,7 @@ ROUNDING = 1 + 1e-9
 
 
 def step_s(there: Cluster, plan, name: str) -> float:
-    return estimate(plan, models.graph(plan.model), there, engine(name)).step_s
+    return estimate(plan, models.graph(plan.model), there, load_engine(name)).step_s
 
 
 def with_device(there: Cluster, rank: int, change) -> Cluster:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from farspan import models
 from farspan.domain import catalog
 from farspan.domain.cluster import (
-    LINE_BANDWIDTH,
+    LINK_BANDWIDTH,
     SITE_BANDWIDTH,
     SITE_RTT_S,
     Cluster,
@@ -149,7 +149,7 @@ def test_inside_a_host_and_inside_a_site():
 
 def catalogued(*kinds: str, **figures) -> Cluster:
     """One host of devices of the catalogue."""
-    made = catalog.devices()
+    made = catalog.load_devices()
     devices = tuple(made[kind].device(kind) for kind in kinds)
     return Cluster(sites=(Site(name="A", hosts=(Host(name="a0", devices=devices, **figures),)),))
 
@@ -245,11 +245,11 @@ def test_a_measured_rate_counts_for_all_devices_and_by_the_catalogue_for_fewer()
     assert {network(unknown).ring_rate(tuple(range(n))) for n in (2, 3, 4)} == {5e9}
 
 
-@given(st.sampled_from(sorted(catalog.devices())), st.integers(2, 16), st.data())
+@given(st.sampled_from(sorted(catalog.load_devices())), st.integers(2, 16), st.data())
 def test_rings_of_one_kind_are_as_fast_wherever_they_lie_and_a_full_one_is_the_hosts(
     kind, devices, data
 ):
-    made = catalog.devices()[kind].device(kind, 2**34)
+    made = catalog.load_devices()[kind].device(kind, 2**34)
     there = network(cluster([[made] * devices]))
     ring = data.draw(st.lists(st.integers(0, devices - 1), min_size=2, unique=True))
     other = tuple(range(len(ring)))
@@ -451,7 +451,7 @@ def test_no_faster_local_network_or_card_makes_a_plan_slower(
 
 def test_hosts_of_a_site_communicate_at_the_slower_of_local_network_and_nic() -> None:
     there = cluster([[device()], [device()]])
-    assert LINE_BANDWIDTH == UNKNOWN_BANDWIDTH
+    assert LINK_BANDWIDTH == UNKNOWN_BANDWIDTH
     for site, host, rate, rtt_s in (
         ({}, {}, SITE_BANDWIDTH, SITE_RTT_S),
         ({"lan_bandwidth": 12.5e9}, {}, 12.5e9, SITE_RTT_S),

@@ -12,10 +12,10 @@ from farspan import models
 from farspan.domain import catalog
 from farspan.domain.cluster import Cluster, Host, Link, MatmulRate, Site
 from farspan.domain.codec import convert
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.domain.model import train_flops_per_token
 from farspan.domain.plan import Edge, GradSync, Plan, Replica, Sync
-from farspan.domain.results import RESERVE
+from farspan.domain.results import OVERHEAD_SHARE
 from farspan.estimate.between_stages import Tie, edges, tie
 from farspan.estimate.devices import devices
 from farspan.estimate.loss import loss
@@ -103,7 +103,7 @@ def test_prediction_interval_is_narrower_for_measured_networks():
 def test_an_assumed_network_is_named_with_its_number_and_makes_the_interval_wider(
     kind, devices, said, name
 ):
-    made = catalog.devices()[kind].device(kind)
+    made = catalog.load_devices()[kind].device(kind)
     hosts = tuple(Host(name=f"h{i}", devices=(made,) * devices) for i in range(2))
     unknown = Cluster(sites=(Site(name="lab", hosts=hosts),))
     link = unknown.link("h0", "h1")
@@ -114,7 +114,7 @@ def test_an_assumed_network_is_named_with_its_number_and_makes_the_interval_wide
     ranks = tuple(range(2 * devices))
     both = pipeline([stage(mesh(*ranks), (1,) * len(ranks))], 1, (1,))
     guess, known = (
-        estimate(plan(there, both, batch=len(ranks)), models.graph(TIED), there, engine(name))
+        estimate(plan(there, both, batch=len(ranks)), models.graph(TIED), there, load_engine(name))
         for there in (unknown, stated)
     )
     assert guess.step_s == known.step_s
@@ -128,21 +128,21 @@ def test_an_assumed_network_is_named_with_its_number_and_makes_the_interval_wide
 
 
 def test_a_plan_inside_one_host_assumes_no_network_between_hosts():
-    made = catalog.devices()["a100-80"].device("a100-80")
+    made = catalog.load_devices()["a100-80"].device("a100-80")
     hosts = tuple(Host(name=f"h{i}", devices=(made,) * 8) for i in range(2))
     there = Cluster(sites=(Site(name="lab", hosts=hosts),))
     one = pipeline([stage(mesh(*range(8)), (1,) * 8)], 1, (1,))
     known = plan(there, one)
     inside = msgspec.structs.replace(known, devices=known.devices[:8])
-    found = estimate(inside, models.graph(TIED), there, engine("farspan"))
+    found = estimate(inside, models.graph(TIED), there, load_engine("farspan"))
     assert not [said for said in found.assumptions if "between hosts" in said]
     assert found.interval == pytest.approx(
-        estimate(inside, models.graph(TIED), there.first(8), engine("farspan")).interval
+        estimate(inside, models.graph(TIED), there.first(8), load_engine("farspan")).interval
     )
 
 
 def test_every_sort_of_hosts_in_a_site_is_named():
-    kinds = catalog.devices()
+    kinds = catalog.load_devices()
     eight, few = (kinds[kind].device(kind) for kind in ("a100-80", "t4"))
     hosts = [Host(name=f"h{i}", devices=(eight,) * 8) for i in range(3)]
     hosts += [Host(name=f"few{i}", devices=(few,)) for i in range(2)]
@@ -153,7 +153,7 @@ def test_every_sort_of_hosts_in_a_site_is_named():
         plan(there, both, batch=26, precision="fp16"),
         models.graph(TIED),
         there,
-        engine("farspan"),
+        load_engine("farspan"),
     )
     rates = [said.split()[1:3] for said in found.assumptions if "assumed between hosts" in said]
     assert sorted(rates) == [["1.6", "Tbit/s"], ["10", "Gbit/s"]]
@@ -470,7 +470,7 @@ def test_money_is_devices_by_the_hour_and_bytes_that_leave_sites():
     found = estimate(plan(there, single(mesh(0, 1), (4, 4))), graph, there, plain())
     gradients = 4 * graph.parameters()
     hours = found.run_s / 3600
-    assert found.run_s == pytest.approx(100 * found.step_s / (1 - RESERVE))
+    assert found.run_s == pytest.approx(100 * found.step_s / (1 - OVERHEAD_SHARE))
     assert found.usd == pytest.approx(2 * 2.0 * hours + 100 * 2 * gradients * 1e-6)
     assert found.kwh == pytest.approx(2 * 0.3 * hours)
     # One device alone sends nothing, and pays for itself alone.

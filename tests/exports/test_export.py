@@ -13,11 +13,11 @@ import msgspec
 import pytest
 
 from farspan import models
-from farspan.app.extensions import extensions
-from farspan.app.pricing import exporter
+from farspan.app.extensions import find_extensions
+from farspan.app.pricing import load_exporter
 from farspan.cli.main import main
 from farspan.domain.codec import save
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Edge, GradSync, Mesh, Plan, Replica, Stage, Sync
 from farspan.domain.problems import Refusal
@@ -30,20 +30,20 @@ from farspan_exports.exporter import Exported
 from farspan_exports.regular import evened
 from farspan_exports.torchtitan import SPLITS
 
-ENGINE = engine("farspan")
+ENGINE = load_engine("farspan")
 REPLACE = msgspec.structs.replace
-SYSTEMS = sorted(extensions("exports"))
+SYSTEMS = sorted(find_extensions("exports"))
 
 
 def export(plan: Plan, system: str) -> Exported:
-    made = exporter(system).export(plan)
+    made = load_exporter(system).export(plan)
     assert isinstance(made, Exported)
     return made
 
 
 def planned(name: str = "fsdp", model: str = "slm-1b", devices: int = 8, batch: int = 256) -> Plan:
     """A technique's own plan on A100s of one host."""
-    cluster = clusters.find(f"slm-cost/a100-80:{devices}")
+    cluster = clusters.find_cluster(f"slm-cost/a100-80:{devices}")
     spec = model_of(model)
     train = train_of(Question(model=model, tokens="100M", batch=str(batch)), spec, cluster)
     made = technique(name).plan(Task(spec, models.graph(spec), cluster, train, ENGINE))

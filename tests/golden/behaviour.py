@@ -21,10 +21,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from farspan import models
-from farspan.app.indexing import opened
+from farspan.app.indexing import open_index
 from farspan.cli.main import main
 from farspan.domain.cluster import Cluster, DataSheet, Device, Host, Link, Site
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.domain.plan import Plan
 from farspan.domain.run import RunFolder
 from farspan.domain.train import Muon, Regularization
@@ -234,7 +234,7 @@ def link_bytes(folder: Path) -> Iterator[tuple[str, Any]]:
 
 def priced_bytes(plan: Plan, cluster: Cluster, engine_name: str) -> dict[str, dict[str, Any]]:
     """Payload bytes of a step between each two hosts of a cluster, by purpose, exact."""
-    network = Network(cluster, plan.devices, engine(engine_name))
+    network = Network(cluster, plan.devices, load_engine(engine_name))
     costs = Costs(models.graph(plan.model), plan.train, network)
     return {
         exchange.purpose: {
@@ -314,7 +314,7 @@ def small_run(folder: Path) -> Iterator[tuple[str, Any]]:
             if words[0] == "train":
                 shutil.copytree("runs/small", "runs/small-copy")
             yield f"small keys farspan {' '.join(words)}", {"keys": json.dumps(keys_of(found))}
-        with opened(RunFolder(here / "runs" / "small")) as index:
+        with open_index(RunFolder(here / "runs" / "small")) as index:
             for query, system in itertools.product(QUESTIONS, SYSTEMS):
                 answer = search(index, query, 5, system)
                 yield (

@@ -45,14 +45,14 @@ import msgspec
 import farspan
 from farspan import models
 from farspan.cli.main import main
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.domain.plan import Plan
 from farspan.domain.trial import Trial
 from farspan.estimate.price import estimate
 from farspan.planning.candidate import Candidate, Refused
-from farspan.planning.rank import rank
-from farspan.planning.select import SelectionTask, select
-from farspan.planning.why import why
+from farspan.planning.rank import rank_plans
+from farspan.planning.select import SelectionTask, select_by_trials
+from farspan.planning.why import explain_choice
 from farspan_studies.papers import algorithm1
 from tests.golden.behaviour import curves, keys_of, link_bytes, openapi, priced_bytes, small_run
 from tests.golden.commands import COMMANDS, desk
@@ -98,8 +98,12 @@ def rankings(folder: Path, numbers: range) -> Iterator[tuple[str, Any]]:
     for seed in numbers:
         asked = world(seed, folder)
         for name in ENGINES:
-            found = rank(
-                asked.model, asked.cluster, asked.train, engine(name), objective=asked.objective
+            found = rank_plans(
+                asked.model,
+                asked.cluster,
+                asked.train,
+                load_engine(name),
+                objective=asked.objective,
             )
             yield (
                 f"rank {asked.name} {name}",
@@ -107,7 +111,7 @@ def rankings(folder: Path, numbers: range) -> Iterator[tuple[str, Any]]:
                     "objective": asked.objective,
                     "chosen": found.chosen,
                     "candidates": [_listed(one) for one in found.listed],
-                    "why": why(found),
+                    "why": explain_choice(found),
                 },
             )
             if name == "farspan":
@@ -128,7 +132,7 @@ def estimates(folder: Path, numbers: range) -> Iterator[tuple[str, Any]]:
         for name in ENGINES:
             yield (
                 f"estimate {seed} {name}",
-                estimate(plan, models.graph(plan.model), cluster, engine(name)).as_json(),
+                estimate(plan, models.graph(plan.model), cluster, load_engine(name)).as_json(),
             )
         yield f"estimate bytes {seed}", priced_bytes(plan, cluster, "farspan")
 
@@ -151,10 +155,10 @@ def selections(folder: Path, numbers: range) -> Iterator[tuple[str, Any]]:
         question = SelectionTask(
             model=asked.model,
             train=asked.train,
-            engine=engine("farspan"),
+            engine=load_engine("farspan"),
             objective=asked.objective,
         )
-        found = select(asked.cluster, question, measure, budget_s=200.0)
+        found = select_by_trials(asked.cluster, question, measure, budget_s=200.0)
         yield (
             f"select {asked.name}",
             {

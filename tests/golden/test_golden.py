@@ -12,7 +12,7 @@ import json
 
 import pytest
 
-from farspan.cli.main import names, parser_of
+from farspan.cli.main import build_command_parser, command_names
 from tests.golden.behaviour import LEFT_OUT, keys_of
 from tests.golden.compare import differences
 from tests.golden.freeze import GOLDEN, PARTS, part_of, plain, read, without_prose
@@ -55,10 +55,10 @@ def test_a_difference_is_found():
 def commands() -> set[str]:
     """Every command, and every action of those that have actions."""
     found = set[str]()
-    for name in names():
+    for name in command_names():
         actions = [
             action
-            for action in parser_of(name)._actions
+            for action in build_command_parser(name)._actions
             if isinstance(action, argparse._SubParsersAction)
         ]
         found |= {f"{name} {one}" for action in actions for one in action.choices} or {name}

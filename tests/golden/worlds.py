@@ -127,5 +127,5 @@ def _entry(kind: str) -> dict[str, str]:
 def _known() -> list[str]:
     from farspan.domain import catalog
 
-    there = catalog.devices()
+    there = catalog.load_devices()
     return [kind for kind in KINDS if kind in there]

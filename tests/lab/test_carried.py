@@ -10,7 +10,7 @@ import pytest
 from farspan import models
 from farspan.app import training
 from farspan.app.plans import best_plan
-from farspan.app.resolving import resolve
+from farspan.app.resolving import resolve_run
 from farspan.domain.config import (
     BatchConfig,
     CheckpointConfig,
@@ -21,7 +21,7 @@ from farspan.domain.config import (
     TokenizerConfig,
     TrainConfig,
 )
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.domain.plan import Plan
 from farspan.estimate.network import Network
 from farspan.estimate.stage import Costs
@@ -62,9 +62,11 @@ def carried(lab: str, technique: str, steps: int, text: Path, folder: Path) -> t
         parallel=ParallelConfig(cluster=f"lab:{lab}", technique=technique),
         checkpoint=CheckpointConfig(every="1h"),
     )
-    run = training.make(folder, config, best_plan(resolve(config, trial=False), config.parallel))
+    run = training.make_run(
+        folder, config, best_plan(resolve_run(config, trial=False), config.parallel)
+    )
     before = sum(way.bytes for way in state.status(lab).traffic)
-    training.train(run)
+    training.train_run(run)
     return sum(way.bytes for way in state.status(lab).traffic) - before, run.load_plan()
 
 
@@ -72,7 +74,9 @@ def listed(plan: Plan, lab: str) -> float:
     """Bytes of a step between the sites, by the list."""
     cluster = of_lab(state.status(lab))
     costs = Costs(
-        models.graph(plan.model), plan.train, Network(cluster, plan.devices, engine(plan.engine))
+        models.graph(plan.model),
+        plan.train,
+        Network(cluster, plan.devices, load_engine(plan.engine)),
     )
     return sum(
         size
@@ -109,9 +113,9 @@ def test_parts_of_a_checkpoint_arrive_though_rank_0_still_copies_its_own(
         parallel=ParallelConfig(cluster=f"lab:{lab}", technique="pipeshard"),
         checkpoint=CheckpointConfig(every="1h"),
     )
-    run = training.make(
-        tmp_path / "run", config, best_plan(resolve(config, trial=False), config.parallel)
+    run = training.make_run(
+        tmp_path / "run", config, best_plan(resolve_run(config, trial=False), config.parallel)
     )
     assert {device.site for device in run.load_plan().devices} == {"utah", "mass"}
-    training.train(run)
+    training.train_run(run)
     assert list((run.path / "checkpoints").glob("step-*"))

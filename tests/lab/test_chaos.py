@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from farspan.app import training
 from farspan.app.configs import as_yaml
 from farspan.app.plans import best_plan
-from farspan.app.resolving import resolve
+from farspan.app.resolving import resolve_run
 from farspan.app.supervisor import Supervisor
 from farspan.app.updates import Note
 from farspan.domain.codec import load_yaml
@@ -92,10 +92,10 @@ def undisturbed(lab: str, technique: str, text: Path, folder: Path, reshuffle: b
         parallel=ParallelConfig(cluster=f"lab:{lab}", technique=technique),
         checkpoint=CheckpointConfig(every="500ms"),
     )
-    run = training.make(
-        folder / "calm", config, best_plan(resolve(config, trial=False), config.parallel)
+    run = training.make_run(
+        folder / "calm", config, best_plan(resolve_run(config, trial=False), config.parallel)
     )
-    training.train(run)
+    training.train_run(run)
     return run
 
 

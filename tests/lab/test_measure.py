@@ -11,7 +11,7 @@ import pytest
 from farspan import models
 from farspan.domain.cluster import Cluster, Host
 from farspan.domain.clusterfile import load_cluster, save_cluster
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.domain.train import TrainSpec
 from farspan.launch import measure as measuring
 from farspan.techniques import Task
@@ -51,7 +51,7 @@ def test_measured_cluster_of_a_lab_matches_its_spec_and_unit_times_enter_plans(
         "links: [{between: [utah, star], rtt: 20ms, bandwidth: 200Mbit/s}]\n"
     )
     asked = in_fp32(of_lab(made))
-    found = measuring.measure(asked, MODEL, lambda text: None).cluster
+    found = measuring.measure_cluster(asked, MODEL, lambda text: None).cluster
     assert set(found.allreduce_s) == {8, 1_000_000}
     (link,) = found.links
     assert (link.rtt_s, link.bandwidth) == (
@@ -87,7 +87,7 @@ def test_measured_cluster_of_a_lab_matches_its_spec_and_unit_times_enter_plans(
 
     # What two neighbours took together is what a plan for both counts on.
     train = TrainSpec(steps=1, batch=8, seq_len=MODEL.context, precision="fp32")
-    costs = Task(MODEL, graph, found.first(2), train, engine("farspan"), "c").costs
+    costs = Task(MODEL, graph, found.first(2), train, load_engine("farspan"), "c").costs
     (timed,) = [
         t for t in two.devices[0].times.units if (t.unit, t.rows, t.together) == ("block", 4, 2)
     ]

@@ -17,7 +17,7 @@ from farspan.app.checkpoints import flaw_of
 from farspan.domain.cluster import Cluster, Device, Host, Site
 from farspan.domain.cluster_json import save_cluster_json
 from farspan.domain.codec import save
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Finished, Recovered, Saved, Started, read_events
 from farspan.domain.run import RunFolder
@@ -25,7 +25,7 @@ from farspan.domain.units import counted
 from farspan.estimate.price import estimate
 from farspan.launch.checkpoint_mirror import CheckpointMirror
 from farspan.launch.processes import run_folder
-from farspan.report.history import trace
+from farspan.report.history import follow_events
 from farspan.report.so_far import SoFar
 from farspan.runtime.checkpoint import checkpoint
 from tests import tiny
@@ -239,7 +239,7 @@ def on_far(path: Path, far_host: FarHost) -> RunFolder:
     near = Host(name="here", devices=(CPU,), enter=(), address="127.0.0.1")
     cluster = Cluster(sites=(Site(name="both", hosts=(near, far_host.host)),))
     save_cluster_json(cluster, run.cluster)
-    save(estimate(plan, models.graph(plan.model), cluster, engine("farspan")), run.estimate)
+    save(estimate(plan, models.graph(plan.model), cluster, load_engine("farspan")), run.estimate)
     return run
 
 
@@ -300,7 +300,7 @@ def test_a_lost_host_of_rank_0_costs_the_steps_after_the_last_checkpoint_that_ca
         assert f"{counted(newest - again.step, 'step')} after it" in alone[0]
     assert watched.losses == pytest.approx(calm(tmp_path, max(watched.losses)), abs=1e-5)
     # What a report says of it.
-    assert trace(read_events(watched.run.events)).lost_steps == again.lost
+    assert follow_events(read_events(watched.run.events)).lost_steps == again.lost
 
 
 @pytest.mark.slow

@@ -24,9 +24,9 @@ from farspan.domain.clusterfile import save_cluster
 from farspan.domain.gpus import Gpu, Nvidia, Wheel
 from farspan.domain.problems import Refusal
 from farspan.launch import agent, rendezvous
-from farspan.launch.examine import Examination, HostFacts, HostPath, examine, rounds
-from farspan.launch.findings import OLDEST_PYTHON, findings
-from farspan.launch.hosts import Agent, by_client, command
+from farspan.launch.examine import Examination, HostFacts, HostPath, examine_cluster, pair_rounds
+from farspan.launch.findings import OLDEST_PYTHON, list_findings
+from farspan.launch.hosts import Agent, by_client, host_command
 from farspan.launch.probe import Probe
 from farspan_lab import spec, state
 from tests import smi
@@ -36,7 +36,7 @@ CPU = Device(kind="cpu-avx2", backend="cpu", memory=10**9)
 
 
 def refused(cluster, found):
-    return [finding for finding in findings(cluster, found) if finding.severity == "refused"]
+    return [finding for finding in list_findings(cluster, found) if finding.severity == "refused"]
 
 
 def inside(lab, site, script):
@@ -61,7 +61,7 @@ def change(lab, values, *, one_way=False):
 
 @pytest.mark.slow
 def test_two_healthy_sites_have_no_findings_and_the_figures_of_their_link(cluster):
-    found = examine(cluster, streams=(1, 8))
+    found = examine_cluster(cluster, streams=(1, 8))
     assert refused(cluster, found) == []
     assert {(way.a, way.b) for way in found.ways} == {("utah", "star"), ("star", "utah")}
     for way in found.ways:
@@ -77,7 +77,7 @@ def test_two_healthy_sites_have_no_findings_and_the_figures_of_their_link(cluste
 @pytest.mark.parametrize("direction", [("utah", "star"), ("star", "utah")])
 def test_a_link_that_is_cut_one_way_is_named_with_its_direction(lab, cluster, direction):
     state.change(lab.lab.name, list(direction), {"up": False}, one_way=True)
-    found = refused(cluster, examine(cluster, streams=()))
+    found = refused(cluster, examine_cluster(cluster, streams=()))
     assert {finding.code for finding in found} == {"host-unreachable"}
     cut = [finding for finding in found if "is cut" in finding.what]
     assert [finding.where for finding in cut] == [f"link {direction[0]} -> {direction[1]}"]
@@ -89,7 +89,7 @@ def test_a_link_that_is_cut_both_ways_is_named_twice(lab, cluster):
     state.change(lab.lab.name, ["utah", "star"], {"up": False}, one_way=False)
     cut = [
         finding
-        for finding in refused(cluster, examine(cluster, streams=()))
+        for finding in refused(cluster, examine_cluster(cluster, streams=()))
         if "is cut" in finding.what
     ]
     assert {finding.where for finding in cut} == {"link utah -> star", "link star -> utah"}
@@ -106,7 +106,7 @@ def test_firewall_finding_names_the_host_and_the_address_to_open(lab, cluster, v
         "input priority 0; }'"
     )
     inside(lab, "star", f"{nft} && nft 'add rule ip f i {rule}'")
-    (finding,) = refused(cluster, examine(cluster, streams=()))
+    (finding,) = refused(cluster, examine_cluster(cluster, streams=()))
     assert finding.where == "link utah -> star"
     assert "star refuses connections from utah; the other direction works" in finding.what
     assert finding.remedy.startswith("on star:")
@@ -119,7 +119,7 @@ def test_address_that_one_host_cannot_resolve_is_refused(cluster):
     star = msgspec.structs.replace(sites[1].hosts[0], address="star.invalid")
     sites[1] = msgspec.structs.replace(sites[1], hosts=(star,))
     changed = msgspec.structs.replace(cluster, sites=tuple(sites))
-    found = refused(changed, examine(changed, streams=()))
+    found = refused(changed, examine_cluster(changed, streams=()))
     assert [(finding.where, "star.invalid" in finding.what) for finding in found] == [
         ("link utah -> star", True)
     ]
@@ -132,7 +132,7 @@ def test_interface_that_is_missing_or_loopback_is_refused(cluster, interface):
     utah = msgspec.structs.replace(sites[0].hosts[0], interface=interface)
     sites[0] = msgspec.structs.replace(sites[0], hosts=(utah,))
     changed = msgspec.structs.replace(cluster, sites=tuple(sites))
-    (finding,) = refused(changed, examine(changed, streams=()))
+    (finding,) = refused(changed, examine_cluster(changed, streams=()))
     assert finding.where == "host utah"
     assert interface in finding.what
 
@@ -142,7 +142,7 @@ def test_host_whose_enter_command_fails_is_unreachable_with_its_error_message():
         name="far", devices=(CPU,), enter=("sh", "-c", "echo 'no such container: far' >&2; exit 3")
     )
     cluster = Cluster(sites=(Site(name="a", hosts=(host,)),))
-    (finding,) = refused(cluster, examine(cluster, streams=()))
+    (finding,) = refused(cluster, examine_cluster(cluster, streams=()))
     assert (finding.code, finding.where) == ("host-unreachable", "host far")
     assert "no such container" in finding.fact
 
@@ -150,7 +150,7 @@ def test_host_whose_enter_command_fails_is_unreachable_with_its_error_message():
 def test_host_that_never_answers_is_given_up_after_the_start_limit(monkeypatch):
     monkeypatch.setattr("farspan.launch.hosts.START_S", 1.0)
     host = Host(name="far", devices=(CPU,), enter=("sh", "-c", "sleep 100000"))
-    found = examine(Cluster(sites=(Site(name="a", hosts=(host,)),)), streams=())
+    found = examine_cluster(Cluster(sites=(Site(name="a", hosts=(host,)),)), streams=())
     assert "within 1 s" in found.unreachable["far"].fact
 
 
@@ -238,7 +238,7 @@ def pair(a, b, device=CPU, **way):
     ways = tuple(
         HostPath(a=x, b=y, rtt_s=0.01, interface="e0", **way) for x, y in (("a", "b"), ("b", "a"))
     )
-    return findings(cluster, Examination(hosts={"a": a, "b": b}, unreachable={}, ways=ways))
+    return list_findings(cluster, Examination(hosts={"a": a, "b": b}, unreachable={}, ways=ways))
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_doctor_and_the_package_require_the_same_python():
 def test_given_interface_is_accepted_where_the_system_lists_none(given, why):
     host = Host(name="a", devices=(CPU,), interface=given)
     cluster = Cluster(sites=(Site(name="s", hosts=(host,)),))
-    found = findings(
+    found = list_findings(
         cluster, Examination(hosts={"a": facts(interfaces={})}, unreachable={}, ways=())
     )
     assert [f.what for f in found] == ([why] if why else [])
@@ -319,15 +319,17 @@ def test_unknown_interface_asks_for_interface_in_the_cluster_file():
     a, b = (Host(name=name, devices=(CPU,), address=f"10.0.0.{name}") for name in "ab")
     way = HostPath(a="a", b="b", rtt_s=0.01, interface=None)
     with pytest.raises(Refusal) as refusal:
-        rendezvous.interface(a, b, way)
+        rendezvous.interface_towards(a, b, way)
     problem = refusal.value.problem
     assert (problem.code, problem.where) == ("host-unreachable", "link a -> b")
     assert (
         "10.0.0.b" in problem.fact and problem.remedy == "set interface: of a in the cluster file"
     )
-    assert rendezvous.interface(msgspec.structs.replace(a, interface="en0"), b, way) == "en0"
+    assert (
+        rendezvous.interface_towards(msgspec.structs.replace(a, interface="en0"), b, way) == "en0"
+    )
     with pytest.raises(Refusal, match="lo, which only that machine sees"):
-        rendezvous.interface(a, b, msgspec.structs.replace(way, interface="lo"))
+        rendezvous.interface_towards(a, b, msgspec.structs.replace(way, interface="lo"))
 
 
 @pytest.mark.parametrize("interface", ["lo", "docker0", "br-0123456789ab", "virbr0"])
@@ -338,7 +340,7 @@ def test_interfaces_that_only_one_machine_sees_are_refused(interface):
         HostPath(a="a", b="b", rtt_s=0.01, interface=interface),
         HostPath(a="b", b="a", rtt_s=0.01, interface="e0"),
     )
-    (finding,) = findings(
+    (finding,) = list_findings(
         cluster, Examination(hosts={"a": facts(), "b": facts()}, unreachable={}, ways=ways)
     )
     assert (finding.severity, finding.where) == ("refused", "link a -> b")
@@ -347,7 +349,7 @@ def test_interfaces_that_only_one_machine_sees_are_refused(interface):
 @pytest.mark.parametrize("count", range(1, 10))
 def test_rounds_have_every_pair_once_and_each_host_once_a_round(count):
     names = [str(i) for i in range(count)]
-    found = rounds(names)
+    found = pair_rounds(names)
     assert sorted(tuple(sorted(p)) for r in found for p in r) == sorted(
         itertools.combinations(names, 2)
     )
@@ -467,7 +469,7 @@ def test_ssh_failures_of_key_port_and_name_have_their_own_remedies(lab, ssh, wro
 
 
 def test_ssh_gets_its_command_in_one_quoted_word():
-    words = command(Host(name="gpu1", devices=()), ["sh", "-c", "echo 'a b'"])
+    words = host_command(Host(name="gpu1", devices=()), ["sh", "-c", "echo 'a b'"])
     assert words[0] == "ssh" and words[-2] == "gpu1"
     assert subprocess.run(words[-1], shell=True, capture_output=True, text=True).stdout == "a b\n"
 

@@ -19,13 +19,13 @@ from farspan.domain.corpus import TOKEN_FILES, CorpusManifest
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import Finished, Step, read_events
 from farspan.domain.run import RunRecord
-from farspan.launch.launchers import launch, torchrun
+from farspan.launch.launchers import launch_workers, torchrun
 from farspan.launch.processes import HostProcess, run_folder
 from farspan.launch.remote_run import RemoteRun
 from farspan.launch.trial import Deadline
 from farspan.launch.workers import Workers
 from farspan.runtime.model import huggingface
-from farspan.runtime.model.decoder import drawn
+from farspan.runtime.model.decoder import initial_parameters
 from farspan.runtime.training.events import EventLog
 from tests import tiny
 from tests.launch.test_launchers import LONG, TRAIN, worker_of
@@ -90,8 +90,12 @@ def test_rank_0_in_the_default_folder_finds_its_corpus_and_first_weights(far, fa
     cached = tmp_path / "models--of--tests"
     model = cached / "blobs"
     linked = cached / "snapshots" / "0123"
-    huggingface.export(
-        model, dict(drawn(plan.model, 5)), plan.model, tokenizer=far_run.tokenizer, end_of_text=0
+    huggingface.export_model(
+        model,
+        dict(initial_parameters(plan.model, 5)),
+        plan.model,
+        tokenizer=far_run.tokenizer,
+        end_of_text=0,
     )
     # As in the cache of Hugging Face.
     linked.mkdir(parents=True)
@@ -106,7 +110,7 @@ def test_rank_0_in_the_default_folder_finds_its_corpus_and_first_weights(far, fa
     for name in TOKEN_FILES:
         (tmp_path / "corpus" / name).unlink()
     assert load(on_disk(there.record, tmp_path), RunRecord).initial == f"{there.path}/initial"
-    with launch(
+    with launch_workers(
         "local", plan, far_run, Cluster(sites=(Site(name="far", hosts=(far,)),))
     ) as workers:
         events = list(workers)
@@ -169,7 +173,7 @@ def test_remedy_from_remote_workers_names_the_run_folder_of_the_launcher(far, tm
     run = tiny.run_folder(tmp_path / "my run", plan)
     two = replace(far, devices=far.devices * 2)
     cluster = Cluster(sites=(Site(name="far", hosts=(two,)),))
-    with pytest.raises(Refusal) as refusal, launch("local", plan, run, cluster) as workers:
+    with pytest.raises(Refusal) as refusal, launch_workers("local", plan, run, cluster) as workers:
         for event in workers:
             if isinstance(event, Step) and event.step == 1:
                 os.kill(worker_of(run, 1), signal.SIGKILL)

@@ -20,11 +20,11 @@ from farspan.domain.cluster_json import parse_cluster_json
 from farspan.domain.plan import Edge, Mesh, PlannedDevice, Replica, Sync
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Finished, Step, Validated, read_events
-from farspan.domain.run import HOME
+from farspan.domain.run import HOME_VARIABLE
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
-from farspan.launch.launchers import launch, names
+from farspan.launch.launchers import launch_workers, launcher_names
 from farspan.launch.launchers.ray import (
-    installed,
+    package_version,
     refuse_public,
     require_ray,
     require_token,
@@ -106,7 +106,7 @@ def alone(tmp_path_factory):
 
 
 def losses(run, launcher, cluster):
-    with launch(launcher, run.load_plan(), run, cluster) as workers:
+    with launch_workers(launcher, run.load_plan(), run, cluster) as workers:
         events = list(workers)
     return [event.loss for event in events if isinstance(event, Step | Validated)]
 
@@ -114,7 +114,7 @@ def losses(run, launcher, cluster):
 def losses_until(step, run, cluster):
     """The losses of a run that is interrupted once it has made `step`, by step and split."""
     found = {}
-    with launch("local", run.load_plan(), run, cluster) as workers:
+    with launch_workers("local", run.load_plan(), run, cluster) as workers:
         for event in workers:
             if isinstance(event, Step):
                 found[event.step, "train"] = event.loss
@@ -201,7 +201,7 @@ def worker_of(run, rank):
                 b"-m",
                 b"farspan.runtime.worker",
             ]
-            told = {f"{HOME}={run.path.absolute()}".encode(), f"RANK={rank}".encode()}
+            told = {f"{HOME_VARIABLE}={run.path.absolute()}".encode(), f"RANK={rank}".encode()}
             if ours and told <= set(environment):
                 return int(process.name)
         return None
@@ -214,7 +214,7 @@ def lost(run, launcher, cluster, harm):
     harmed = False
     with (
         pytest.raises(Refusal) as refusal,
-        launch(launcher, run.load_plan(), run, cluster) as workers,
+        launch_workers(launcher, run.load_plan(), run, cluster) as workers,
     ):
         for event in workers:
             if isinstance(event, Step) and not harmed:
@@ -354,7 +354,10 @@ def test_a_host_that_cannot_be_reached_ends_the_job_before_it_starts(sites, tmp_
     run = tiny.run_folder(tmp_path / "unreachable", planned())
     state.change(lab.lab.name, ["utah", "star"], {"up": False}, one_way=False)
     try:
-        with pytest.raises(Refusal) as refusal, launch("local", run.load_plan(), run, cluster):
+        with (
+            pytest.raises(Refusal) as refusal,
+            launch_workers("local", run.load_plan(), run, cluster),
+        ):
             pass
     finally:
         state.change(lab.lab.name, ["utah", "star"], {"up": True}, one_way=False)
@@ -397,7 +400,7 @@ def test_workers_started_by_hand_with_the_variables_of_torchrun(tmp_path, sites)
 @pytest.mark.slow
 def test_an_interrupt_through_torchrun_saves(sites, tmp_path):
     run = tiny.run_folder(tmp_path / "run", planned(LONG))
-    with launch("torchrun", run.load_plan(), run, sites[1]) as workers:
+    with launch_workers("torchrun", run.load_plan(), run, sites[1]) as workers:
         asked = False
         for event in workers:
             if isinstance(event, Step) and not asked:
@@ -415,12 +418,12 @@ def test_an_interrupt_through_torchrun_saves(sites, tmp_path):
 def test_a_launcher_that_does_not_exist(tmp_path):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN))
     with pytest.raises(Refusal) as refusal:
-        launch("torchrum", run.load_plan(), run, Cluster(sites=()))
+        launch_workers("torchrum", run.load_plan(), run, Cluster(sites=()))
     assert (refusal.value.problem.code, refusal.value.problem.remedy) == (
         "launcher-unusable",
         "--launcher torchrun",
     )
-    assert names() == ["local", "ray", "torchrun"]
+    assert launcher_names() == ["local", "ray", "torchrun"]
 
 
 def test_a_running_ray_cluster_needs_a_token(tmp_path):
@@ -449,7 +452,7 @@ def test_ray_must_be_there_and_know_tokens(version, code):
 def ray_home(tmp_path_factory):
     """Two Ray nodes on loopback, started by hand with a token as a user would: their address, and
     the environment of who may use them."""
-    if installed("ray") is None:
+    if package_version("ray") is None:
         pytest.skip("waits for farspan[ray]")
     folder = tmp_path_factory.mktemp("ray-home")
     (folder / "token").write_text(TOKEN)
@@ -565,7 +568,7 @@ def test_ray_never_listens_on_the_open_internet(address, public):
 def test_a_plan_for_hosts_that_the_cluster_lacks(tmp_path):
     run = tiny.run_folder(tmp_path / "run", planned())
     with pytest.raises(Refusal) as refusal:
-        launch(
+        launch_workers(
             "local",
             run.load_plan(),
             run,

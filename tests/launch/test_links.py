@@ -16,7 +16,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from farspan.corpus.prepare import prepare
+from farspan.corpus.prepare import prepare_corpus
 from farspan.domain.cluster import Cluster, Device, Host, Site
 from farspan.domain.clusterfile import REMOTE_FOLDER
 from farspan.domain.codec import load
@@ -26,7 +26,7 @@ from farspan.domain.results import Event, Finished
 from farspan.domain.run import RunFolder, RunRecord, SpareTask
 from farspan.domain.train import TrainSpec
 from farspan.launch import trust
-from farspan.launch.launchers import launch
+from farspan.launch.launchers import launch_workers
 from farspan.launch.lease import Lease
 from farspan.launch.processes import run_folder
 from farspan.launch.remote_run import RemoteRun
@@ -178,7 +178,9 @@ def source(tmp_path: Path) -> DataConfig:
 
 
 def prepared(source: DataConfig, cache: Path) -> None:
-    prepare(source, TokenizerConfig(vocab=300), cache, workers=1, say=lambda line: None)
+    prepare_corpus(
+        source, TokenizerConfig(vocab=300), cache, workers=1, write_line=lambda line: None
+    )
 
 
 @pytest.fixture
@@ -319,7 +321,7 @@ def test_a_host_that_is_sent_plan_and_tokens_writes_through_no_link_and_keeps_th
     subprocess.run([*state.enter(lab, "star"), *hide], check=True, timeout=LIMIT_S)
 
     def train() -> list[Event]:
-        with launch("local", run.load_plan(), run, replace(whole, sites=sites)) as workers:
+        with launch_workers("local", run.load_plan(), run, replace(whole, sites=sites)) as workers:
             return list(workers)
 
     cache = home / REMOTE_FOLDER.removeprefix("~/")

@@ -25,7 +25,7 @@ CPU = Device(kind="cpu-avx2", backend="cpu", memory=10**9)
     ],
 )
 def test_loss_by_hand(arrived, loss):
-    assert measure.lost(arrived) == loss
+    assert measure.loss_share(arrived) == loss
 
 
 def test_packet_loss_is_unknown_where_no_datagrams_arrive(monkeypatch):
@@ -48,10 +48,10 @@ def test_loss_that_could_not_be_counted_stays_what_it_was(tmp_path, said, kept):
         Site(name=name, hosts=(Host(name=f"{name}1", devices=(CPU,)),)) for name in ("utah", "star")
     )
     cluster = Cluster(sites=sites, links=said)
-    found = Link(a="utah1", b="star1", rtt_s=0.057, loss=measure.lost(0), origin="measured")
-    link = measure.named(found, ("star", "utah"), cluster)
+    found = Link(a="utah1", b="star1", rtt_s=0.057, loss=measure.loss_share(0), origin="measured")
+    link = measure.name_link_ends(found, ("star", "utah"), cluster)
     assert link == replace(found, a="star", b="utah", loss=kept)
-    for loss in (link.loss, measure.lost(1)):
+    for loss in (link.loss, measure.loss_share(1)):
         path = tmp_path / "measured.yaml"
         asked = replace(link, loss=loss)
         save_cluster(replace(cluster, links=(asked,)), path, "Measured.")

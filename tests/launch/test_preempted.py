@@ -13,13 +13,13 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
-from farspan.app.jobs import status
+from farspan.app.jobs import read_status
 from farspan.domain.cluster_json import save_cluster_json
 from farspan.domain.epoch import read_ledger
 from farspan.domain.problems import EXIT_CODES, Problem, Refusal
 from farspan.domain.results import Finished, Recovered, Saved, Step, read_events
 from farspan.domain.run import RunFolder
-from farspan.launch.launchers import launch
+from farspan.launch.launchers import launch_workers
 from farspan.runtime.checkpoint import checkpoint
 from tests import tiny
 from tests.app.supervised import Watched, made
@@ -92,7 +92,7 @@ def went_on(watched: Watched, ending: object, ranks: tuple[int, ...]) -> None:
     assert steps == list(range(1, len(steps) + 1)), "no step is lost or made twice"
     assert any(isinstance(event, Saved) and event.step == end.step for event in watched.events)
     assert read_ledger(watched.run.epochs).epoch == 2
-    told = status(watched.run).recovered
+    told = read_status(watched.run).recovered
     assert told is not None and "preempted" in told.fault.what and told.lost == 0
 
 
@@ -104,7 +104,7 @@ def test_a_signal_to_one_worker_ends_all_at_a_step_that_is_saved(tmp_path):
     run = tiny.run_folder(tmp_path / "run", TWO)
     with (
         pytest.raises(Refusal) as refusal,
-        launch("local", TWO, run, tiny.this_machine(TWO)) as workers,
+        launch_workers("local", TWO, run, tiny.this_machine(TWO)) as workers,
     ):
         for event in workers:
             if isinstance(event, Step) and event.step == 1:
@@ -177,7 +177,7 @@ def test_with_on_fault_stop_a_preemption_ends_the_run_and_status_names_it(tmp_pa
     watched, problem = trained_through(run, lambda watched: watched.signal(1, signal.SIGTERM))
     assert isinstance(problem, Problem) and problem.code == "preempted"
     assert problem.what == "rank 1 on here was preempted" and not watched.faulted
-    found = status(run)
+    found = read_status(run)
     assert (found.state, found.reason) == ("stopped", "preempted")
     assert found.problem == problem and found.saved_step == found.step
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from farspan.domain.cluster import Cluster, Device, Host, Site
-from farspan.launch.launchers import launch
-from farspan.launch.launchers.ray import installed
+from farspan.launch.launchers import launch_workers
+from farspan.launch.launchers.ray import package_version
 from tests import tiny
 from tests.launch.test_launchers import TRAIN
 from tests.waiting import LIMIT_S, wait_for
@@ -42,7 +42,9 @@ def given(tmp_path: Path, launcher: str, expected: list[str]) -> dict[str, tuple
         name="here", devices=(device,), address="127.0.0.1", enter=enter, python=sys.executable
     )
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN))
-    with launch(launcher, run.load_plan(), run, Cluster(sites=(Site(name="here", hosts=(host,)),))):
+    with launch_workers(
+        launcher, run.load_plan(), run, Cluster(sites=(Site(name="here", hosts=(host,)),))
+    ):
         wait_for(
             lambda: all((tmp_path / f"{name}.input").exists() for name in expected),
             "the words of all",
@@ -55,7 +57,7 @@ def given(tmp_path: Path, launcher: str, expected: list[str]) -> dict[str, tuple
 
 @pytest.fixture(autouse=True)
 def _ray():
-    if installed("ray") is None:
+    if package_version("ray") is None:
         pytest.skip("waits for farspan[ray]")
 
 

@@ -18,7 +18,7 @@ from farspan.domain.cluster_json import parse_cluster_json
 from farspan.domain.clusterfile import load_cluster, save_cluster
 from farspan.domain.gpus import Gpu
 from farspan.domain.problems import Refusal
-from farspan.launch.launchers.ray import Job, Node, _host_of_node, installed
+from farspan.launch.launchers.ray import Job, Node, _host_of_node, package_version
 from tests import smi, tiny
 from tests.launch.ray_nodes import TOKEN, end_node, ray_environment, start_head
 from tests.launch.test_launchers import DRIVE, TRAIN
@@ -110,7 +110,7 @@ def test_a_gpu_that_the_catalogue_lacks_is_written_and_read_again(tmp_path):
 def gpu_node(tmp_path_factory):
     """A Ray node of two GPUs with a recorded driver: its address, the environment of who may use
     it, and where its workers say what they see."""
-    if installed("ray") is None:
+    if package_version("ray") is None:
         pytest.skip("waits for farspan[ray]")
     folder = tmp_path_factory.mktemp("ray-gpus")
     (folder / "sitecustomize.py").write_text(SITE.format(folder=str(folder)))
@@ -175,9 +175,9 @@ def test_ray_gives_each_worker_the_gpu_of_its_plan_alone(tmp_path: Path, gpu_nod
     ],
 )
 def test_a_rank_takes_the_actor_with_its_gpu_or_one_of_its_kind(ids, names, order):
-    if installed("ray") is None:
+    if package_version("ray") is None:
         pytest.skip("waits for farspan[ray]")
-    from farspan.launch.ray_driver import Spot, takers
+    from farspan.launch.ray_driver import Spot, assign_actors
 
     job = Job(
         address="",
@@ -192,4 +192,4 @@ def test_a_rank_takes_the_actor_with_its_gpu_or_one_of_its_kind(ids, names, orde
     spots = [
         Spot("", 0, "", gpu, name) for gpu, name in zip([*ids, None], [*names, ""], strict=True)
     ]
-    assert takers(job, spots) == [*order, 2]
+    assert assign_actors(job, spots) == [*order, 2]

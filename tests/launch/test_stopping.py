@@ -18,7 +18,7 @@ from farspan.domain.problems import Refusal
 from farspan.domain.results import Finished, Step
 from farspan.domain.standard_input import STOP
 from farspan.launch import workers as module
-from farspan.launch.launchers import launch
+from farspan.launch.launchers import launch_workers
 from farspan.launch.processes import HostProcess
 from farspan.launch.workers import Workers
 from farspan.runtime.checkpoint import checkpoint
@@ -184,7 +184,7 @@ def test_an_interrupt_reaches_a_worker_behind_ssh_which_saves(far, tmp_path):
     run = tiny.run_folder(tmp_path / "run", plan)
     cluster = Cluster(sites=(Site(name="far", hosts=(far,)),))
     events = []
-    with launch("local", plan, run, cluster) as workers:
+    with launch_workers("local", plan, run, cluster) as workers:
         for event in workers:
             if isinstance(event, Step) and not events:
                 workers.interrupt()
@@ -204,7 +204,7 @@ def test_worker_ended_behind_ssh_writes_no_checkpoint_and_leaves_no_process(far,
     plan = replace(plan, devices=(replace(plan.devices[0], host="far"),))
     run = tiny.run_folder(tmp_path / "run", plan)
     cluster = Cluster(sites=(Site(name="far", hosts=(far,)),))
-    with launch("local", plan, run, cluster) as workers:
+    with launch_workers("local", plan, run, cluster) as workers:
         workers.fetches = False
         for event in workers:
             if isinstance(event, Step):

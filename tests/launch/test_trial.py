@@ -14,19 +14,19 @@ from msgspec.structs import replace
 
 from farspan import models
 from farspan.domain.cluster import Cluster, Link, Site
-from farspan.domain.engine import engine
-from farspan.domain.model import parameters
+from farspan.domain.engine import load_engine
+from farspan.domain.model import count_parameters
 from farspan.domain.plan import PlannedDevice, Sync
 from farspan.domain.results import Finished, read_events
 from farspan.estimate.price import estimate
 from farspan.launch.trial import (
     WARMUP,
     Limits,
-    limits,
-    shortened,
+    run_trial,
+    shorten_plan,
     start_s,
-    timed,
-    trial,
+    step_times,
+    trial_limits,
 )
 from farspan.runtime.checkpoint import checkpoint
 from farspan.semantics.identity import plan_key
@@ -90,7 +90,7 @@ def left(cluster):
 @pytest.mark.parametrize("kind", ["pipeline", "zero3"])
 def test_a_plan_over_both_sites_is_measured(sites, corpus, kind):
     plan = divided(kind)
-    made = trial(plan, corpus, sites, "local", FEW)
+    made = run_trial(plan, corpus, sites, "local", FEW)
     assert made.status == "ok", made.problem
     assert made.plan == plan_key(plan) and len(made.steps) == FEW.steps
     assert min(made.steps) <= made.step_s <= max(made.steps)
@@ -112,18 +112,18 @@ def test_traffic_leaving_a_site_is_limited_to_the_wan_rate_of_the_plan(sites, co
         held = replace(
             plan, replicas=(replace(plan.replicas[0], stages=(replace(stage, grad_sync=sync),)),)
         )
-        made = trial(held, corpus, sites, "local", FEW)
+        made = run_trial(held, corpus, sites, "local", FEW)
         assert made.status == "ok", made.problem
         return made.step_s
 
-    limited_s = step_s(2 * parameters(plan.model))
+    limited_s = step_s(2 * count_parameters(plan.model))
     assert limited_s > 0.8
     assert limited_s > step_s(None)
 
 
 @pytest.mark.slow
 def test_trial_of_replicas_weights_outer_sync_by_the_interval_of_the_plan(sites, corpus):
-    made = trial(divided("replicas"), corpus, sites, "local", FEW)
+    made = run_trial(divided("replicas"), corpus, sites, "local", FEW)
     assert made.status == "ok", made.problem
     # Two rounds of 4 steps; a fifth of what their first steps take longer.
     assert len(made.steps) == 8
@@ -134,27 +134,30 @@ def test_trial_of_replicas_weights_outer_sync_by_the_interval_of_the_plan(sites,
 
 def test_outer_sync_share_of_a_trial_step_equals_that_computed_by_hand():
     plan = replace(divided("replicas"), sync=Sync(every=100))
-    short = shortened(plan, 3)
+    short = shorten_plan(plan, 3)
     assert (short.sync.every, short.train.steps) == (4, 13)
     # A first round; two whose steps take 1 s; 2 s and 4 s for the meetings before them.
     ends = [0.0] * 4
     for met in (2.0, 4.0):
         ends += [ends[-1] + met + 1, ends[-1] + met + 2, ends[-1] + met + 3, ends[-1] + met + 4]
-    assert timed(plan, short, ends)[0] == pytest.approx(1 + 3 / 100)
+    assert step_times(plan, short, ends)[0] == pytest.approx(1 + 3 / 100)
 
 
 def test_steps_that_warm_up_do_not_count():
     plan = planned()
-    short = shortened(plan, 3)
+    short = shorten_plan(plan, 3)
     assert short.train.steps == WARMUP + 3 + 1
-    assert timed(plan, short, [9.0, 10.0, 11.0, 12.0, 14.0]) == (1.0, (1.0, 1.0, 2.0))
-    assert shortened(plan, 1, warmup=1).train.steps == 1 + 1 + 1
-    assert timed(plan, shortened(plan, 1, warmup=1), [9.0, 70.0], warmup=1) == (61.0, (61.0,))
+    assert step_times(plan, short, [9.0, 10.0, 11.0, 12.0, 14.0]) == (1.0, (1.0, 1.0, 2.0))
+    assert shorten_plan(plan, 1, warmup=1).train.steps == 1 + 1 + 1
+    assert step_times(plan, shorten_plan(plan, 1, warmup=1), [9.0, 70.0], warmup=1) == (
+        61.0,
+        (61.0,),
+    )
 
 
 @pytest.mark.slow
 def test_a_plan_on_the_far_site_alone_is_measured(sites, corpus):
-    made = trial(at_star(), corpus, sites, "local", FEW)
+    made = run_trial(at_star(), corpus, sites, "local", FEW)
     assert made.status == "ok", made.problem
     assert set(made.memory_bytes) == {0}
     assert not left(sites)
@@ -166,7 +169,7 @@ def test_memory_that_is_not_there_is_a_result(sites, corpus):
     train = replace(TRAIN, batch=4)
     plan = tiny.plan(train, rows=(1, 1, 1, 1), micro_rows=1, spec=model)
     plan = replace(plan, devices=planned().devices)
-    found = trial(plan, corpus, sites, "local", FEW)
+    found = run_trial(plan, corpus, sites, "local", FEW)
     assert found.status == "oom" and found.problem is not None
     assert "star" in f"{found.problem.what} {found.problem.where}"
     assert found.step_s is None and not left(sites)
@@ -176,7 +179,7 @@ def test_memory_that_is_not_there_is_a_result(sites, corpus):
 def test_a_trial_that_does_not_end_is_ended(sites, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     plan = replace(planned(), train=replace(TRAIN, batch=8))
-    made = trial(plan, corpus, sites, "local", Limits(steps=100_000, deadline_s=3.0))
+    made = run_trial(plan, corpus, sites, "local", Limits(steps=100_000, deadline_s=3.0))
     assert made.status == "failed" and "did not end within 3 s" in made.problem.what
     own = ["pgrep", "-af", f"{tmp_path}/farspan-trial-"]
     assert not subprocess.run(own, capture_output=True, text=True).stdout
@@ -187,16 +190,16 @@ def test_a_trial_that_does_not_end_is_ended(sites, corpus, tmp_path, monkeypatch
 def test_a_host_that_nothing_here_reaches_is_a_result(corpus, kind):
     """Its client is not installed."""
     plan = at_star() if kind == "far alone" else planned()
-    made = trial(plan, corpus, unreachable_sites(), "local", FEW)
+    made = run_trial(plan, corpus, unreachable_sites(), "local", FEW)
     assert made.status == "failed" and "no-such-client" in made.problem.fact, made.problem
 
 
 def test_limits_follow_the_prediction(corpus):
     plan = planned()
     sites = unreachable_sites()
-    assert limits(plan, sites, 2.0, 5).deadline_s == pytest.approx(30 + 4 * 7 * 2.0)
+    assert trial_limits(plan, sites, 2.0, 5).deadline_s == pytest.approx(30 + 4 * 7 * 2.0)
     # The corpus goes to the one host that shares no disk.
-    state_s = 16 * parameters(plan.model) / 2e8
+    state_s = 16 * count_parameters(plan.model) / 2e8
     size = sum(
         (corpus / name).stat().st_size for name in ("train.bin", "train.idx", "val.bin", "val.idx")
     )
@@ -208,9 +211,9 @@ def test_trial_deadline_of_replicas_includes_its_more_frequent_outer_syncs():
     a quarter here."""
     slow = unreachable_sites(bandwidth=1e4)
     plan = replace(divided("replicas"), sync=Sync(every=100))
-    step_s = estimate(plan, models.graph(plan.model), slow, engine("farspan")).step_s
-    meeting_s = plan.sync.bits / 8 * parameters(plan.model) / 1e4
-    assert limits(plan, slow, step_s, 3).deadline_s > 4 * 3 * meeting_s
+    step_s = estimate(plan, models.graph(plan.model), slow, load_engine("farspan")).step_s
+    meeting_s = plan.sync.bits / 8 * count_parameters(plan.model) / 1e4
+    assert trial_limits(plan, slow, step_s, 3).deadline_s > 4 * 3 * meeting_s
 
 
 # -- runs whose rank 0 is elsewhere

@@ -24,8 +24,8 @@ from farspan.domain.results import read_events
 from farspan.domain.run import RunRecord
 from farspan.domain.train import TrainSpec
 from farspan.launch import checkpoint_mirror, trust
-from farspan.launch.examine import reach
-from farspan.launch.hosts import Agent, ask, command
+from farspan.launch.examine import probe_path
+from farspan.launch.hosts import Agent, ask_shell, host_command
 from farspan.launch.processes import run_folder
 from farspan.launch.remote_run import RemoteRun
 from tests import tiny
@@ -148,8 +148,8 @@ def test_a_host_cannot_fill_the_disk(sent, tmp_path, monkeypatch):
         away.fetch()
     assert not list(run.checkpoints.iterdir())
     # Neither comes to an end by itself.
-    assert ask(away._host, "yes", LIMIT_S, most=10**6) is None
-    assert ask(away._host, "sleep 100000 & yes | head -c 5; exec sleep 100000", 1) is None
+    assert ask_shell(away._host, "yes", LIMIT_S, most=10**6) is None
+    assert ask_shell(away._host, "sleep 100000 & yes | head -c 5; exec sleep 100000", 1) is None
 
 
 @pytest.mark.parametrize(
@@ -222,28 +222,28 @@ def test_run_made_by_another_user_starts_nothing_until_it_is_trusted(entering, t
     done = farspan("resume", entering.path, "--trust")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "ran").exists()
-    trust.require(entering)  # Looked at once.
+    trust.require_trusted(entering)  # Looked at once.
 
 
 def test_a_seal_is_of_this_user_this_machine_and_these_files(entering, tmp_path, monkeypatch):
-    trust.seal(entering)
-    trust.require(entering)
+    trust.seal_run(entering)
+    trust.require_trusted(entering)
     key = tmp_path / "state" / "farspan" / "key"
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
     record = load(entering.record, RunRecord)
     save(replace(record, initial="/etc"), entering.record)
     with pytest.raises(Refusal, match="run-untrusted"):
-        trust.require(entering)
+        trust.require_trusted(entering)
     save(record, entering.record)
-    trust.require(entering)
+    trust.require_trusted(entering)
     cluster = entering.cluster.read_bytes()
     entering.cluster.write_bytes(cluster.replace(b"ran", b"run"))
     with pytest.raises(Refusal, match="run-untrusted"):
-        trust.require(entering)
+        trust.require_trusted(entering)
     entering.cluster.write_bytes(cluster)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another user"))
     with pytest.raises(Refusal, match="run-untrusted"):
-        trust.require(entering)
+        trust.require_trusted(entering)
 
 
 @pytest.mark.parametrize("change", ["python", "ssh", "device", "ray"])
@@ -256,7 +256,7 @@ def test_run_that_starts_other_programs_or_hosts_requires_trust(entering, change
         "ray": bare,
     }
     save(Cluster(sites=(Site(name="here", hosts=(bare,)),)), entering.cluster)
-    trust.require(entering)  # This Python on this machine alone.
+    trust.require_trusted(entering)  # This Python on this machine alone.
     save(Cluster(sites=(Site(name="here", hosts=(hosts[change],)),)), entering.cluster)
     if change == "ray":
         save(
@@ -264,11 +264,11 @@ def test_run_that_starts_other_programs_or_hosts_requires_trust(entering, change
             entering.record,
         )
     with pytest.raises(Refusal, match="run-untrusted"):
-        trust.require(entering)
+        trust.require_trusted(entering)
 
 
 def test_a_host_whose_name_looks_like_an_option_is_none_to_ssh():
-    words = command(Host(name="-oProxyCommand=touch ran", devices=()), ["true"])
+    words = host_command(Host(name="-oProxyCommand=touch ran", devices=()), ["true"])
     assert words[words.index("-oProxyCommand=touch ran") - 1] == "--"
     assert (
         shutil.which("ssh") is None
@@ -305,7 +305,7 @@ def test_agent_listens_on_its_address_only_and_requires_its_secret():
                 datagram.sendto(garbage, ("127.0.0.1", port))
         assert b.ask("received")["bytes"] == 0
         assert b.ask("datagrams", tag="")["count"] == 0
-        assert reach(a, b, pings=3).failed is None
+        assert probe_path(a, b, pings=3).failed is None
 
 
 def test_agent_without_peers_opens_no_port():

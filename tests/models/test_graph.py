@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan import models
-from farspan.domain.graph import backward_flops, forward_flops, replayed
-from farspan.domain.model import ModelSpec, parameters, train_flops_per_token
+from farspan.domain.graph import backward_flops, forward_flops, recomputed_operators
+from farspan.domain.model import ModelSpec, count_parameters, train_flops_per_token
 from farspan.domain.train import TrainSpec
 from farspan.estimate.memory import activations_per_row
 from farspan.semantics.kernel_choice import scored_keys
@@ -19,7 +19,7 @@ from farspan.semantics.kernel_choice import scored_keys
 torch = pytest.importorskip("torch")
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count  # noqa: E402
 
-from farspan.runtime.model.decoder import Decoder, initialise  # noqa: E402
+from farspan.runtime.model.decoder import Decoder, initialize_model  # noqa: E402
 
 ROWS = 2
 FAMILIES = {
@@ -91,7 +91,7 @@ def agrees(spec: ModelSpec) -> None:
     real = module_shapes(spec)
     assert graph_shapes(spec) == real
     count = sum(torch.Size(dims).numel() for dims in real.values())
-    assert graph.parameters() == parameters(spec) == count
+    assert graph.parameters() == count_parameters(spec) == count
     # Stages hold their own units; both ends of a tied table have it.
     for cut in range(1, graph.units):
         twice = graph.size("vd") if spec.tied else 0
@@ -199,7 +199,10 @@ def test_flops_are_those_that_pytorch_counts(family, kind, recompute):
     forward = sum(forward_flops(graph, op, ROWS, seq_len, keys) for op in ops)
     backward = sum(backward_flops(graph, op, ROWS, seq_len, keys) for op in ops)
     if recompute:
-        again = sum(forward_flops(graph, op, ROWS, seq_len, keys) for op in replayed(graph.block))
+        again = sum(
+            forward_flops(graph, op, ROWS, seq_len, keys)
+            for op in recomputed_operators(graph.block)
+        )
         backward += graph.layers * again
     # The runtime's head computes its gradients at once, while its logits are in cache.
     head = backward_flops(graph, graph.head[1], ROWS, seq_len, keys)
@@ -245,7 +248,7 @@ def kept_by_autograd(spec: ModelSpec, seq_len: int, attention: str, recompute: b
     """Bytes of the storages that the backward pass needs, but for weights and the head's weight
     gradient."""
     model = Decoder(spec, attention=attention, recompute=recompute).train()
-    initialise(model, 0)
+    initialize_model(model, 0)
     model.to(dtype)
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept = {}

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from farspan import models
-from farspan.domain.model import parameters
+from farspan.domain.model import count_parameters
 from farspan.domain.problems import Refusal
 
 PUBLISHED = {
@@ -33,7 +33,7 @@ PUBLISHED = {
 @pytest.mark.parametrize(("name", "count"), PUBLISHED.items())
 def test_the_count_is_the_published_one(name, count):
     preset = models.preset(name)
-    assert parameters(preset.spec) == preset.published == count
+    assert count_parameters(preset.spec) == preset.published == count
     assert preset.planning_only == (count > 2e9)
 
 
@@ -55,7 +55,7 @@ def test_the_fabric_models_have_the_papers_shapes(name, layers, d_model, heads):
 def test_preset_whose_shape_differs_from_its_checkpoint_is_for_planning_only():
     preset = models.preset("opt-350m")
     assert preset.published is None and preset.planning_only
-    assert f"{parameters(preset.spec):,}" in preset.source and "331,196,416" in preset.source
+    assert f"{count_parameters(preset.spec):,}" in preset.source and "331,196,416" in preset.source
     checkpoint = models.family("opt").to_config(preset.spec) | {"word_embed_proj_dim": 512}
     for config in (
         checkpoint,
@@ -124,7 +124,7 @@ def test_the_module_has_as_many_parameters_and_the_map_covers_each(name):
     spec = models.preset(name).spec
     with torch.device("meta"):
         built = {n: p.shape for n, p in Decoder(spec).named_parameters()}
-    assert sum(shape.numel() for shape in built.values()) == parameters(spec)
+    assert sum(shape.numel() for shape in built.values()) == count_parameters(spec)
     entries = models.family(spec.family).tensors(spec)
     assert {entry.ours: sum(entry.rows) for entry in entries} == {
         n: shape[0] for n, shape in built.items()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from farspan.domain.units import format_seconds, format_usd
-from farspan.planning.diff import PlanSide, difference
-from farspan.planning.ranking import bounds
+from farspan.planning.diff import PlanSide, compare_plans
+from farspan.planning.ranking import time_bounds_s
 from tests.planning.worlds import ranking
 
 
@@ -22,7 +22,7 @@ def side(one, index):
 
 def test_a_plan_differs_in_nothing_from_itself():
     one = ranking("FF", "SS")
-    same = difference(side(one, 0), side(one, 0), one.cluster)
+    same = compare_plans(side(one, 0), side(one, 0), one.cluster)
     assert same.configuration == ()
     assert all(row.ratio in (None, 1.0) for row in same.figures)
 
@@ -31,7 +31,7 @@ def test_configuration_and_figures_are_the_plans():
     one = ranking("FF", "SS", allow=("data", "zero2"))
     a = side(one, 0)
     b = side(one, -1)
-    found = difference(a, b, one.cluster)
+    found = compare_plans(a, b, one.cluster)
     rows = {row.what: row for row in found.configuration}
     assert rows["devices"].a != rows["devices"].b
     assert set(rows).isdisjoint(found.same)
@@ -48,7 +48,7 @@ def test_plan_difference_shows_replicas_with_their_outer_sync_interval():
     index = next(i for i, c in enumerate(one.candidates) if c.technique == "diloco")
     sync = one.candidates[index].plan.sync
     other = next(i for i, c in enumerate(one.candidates) if c.technique == "data")
-    found = difference(side(one, other), side(one, index), one.cluster)
+    found = compare_plans(side(one, other), side(one, index), one.cluster)
     rows = {row.what: row for row in found.configuration}
     assert rows["replicas"].a == "1"
     assert rows["replicas"].b.startswith(
@@ -62,7 +62,7 @@ def test_plan_difference_compares_the_times_and_dollars_of_the_table():
     diloco = one.candidates[index]
     sync = one.candidates[0]
     assert diloco.time_s > diloco.estimate.run_s
-    found = difference(side(one, 0), side(one, index), one.cluster)
+    found = compare_plans(side(one, 0), side(one, index), one.cluster)
     rows = {row.what: row for row in found.figures}
     assert (rows["run to equal loss"].a, rows["run to equal loss"].b) == (
         format_seconds(sync.time_s),
@@ -70,7 +70,7 @@ def test_plan_difference_compares_the_times_and_dollars_of_the_table():
     )
     assert rows["run to equal loss"].ratio == pytest.approx(diloco.time_s / sync.time_s)
     assert (rows["interval, low"].b, rows["interval, high"].b) == tuple(
-        map(format_seconds, bounds(diloco))
+        map(format_seconds, time_bounds_s(diloco))
     )
     assert rows["dollars to equal loss"].b == format_usd(diloco.usd)
     assert rows["the run's own steps"].b == format_seconds(diloco.estimate.run_s)
@@ -78,6 +78,6 @@ def test_plan_difference_compares_the_times_and_dollars_of_the_table():
 
 def test_difference_of_synchronous_plans_has_one_time():
     one = ranking("FF", "SS", allow=("data", "zero2"))
-    names = [row.what for row in difference(side(one, 0), side(one, 1), one.cluster).figures]
+    names = [row.what for row in compare_plans(side(one, 0), side(one, 1), one.cluster).figures]
     assert "run" in names and not [name for name in names if "equal loss" in name]
     assert "the run's own steps" not in names

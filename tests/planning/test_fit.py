@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from farspan import models, techniques
 from farspan.cli.main import main
 from farspan.domain.cluster import Cluster
-from farspan.domain.engine import engine
-from farspan.domain.model import ModelSpec, parameters
+from farspan.domain.engine import load_engine
+from farspan.domain.model import ModelSpec, count_parameters
 from farspan.domain.train import TrainSpec
 from farspan.estimate.price import estimate, price
 from farspan.launch import clusters
@@ -25,21 +25,21 @@ from farspan.planning.fit import (
     Ladder,
     Rung,
     batch_ladder,
-    climb,
+    find_hardest_rung,
     memory_ladder,
     model_ladder,
     with_memory,
 )
-from farspan.planning.misfit import misfit, multiplied
+from farspan.planning.misfit import explain_misfit, multiply_hosts
 from farspan.planning.parts import all_parts
 from farspan.planning.question import Question, model_of, train_of
-from farspan.planning.rank import candidate, rank
+from farspan.planning.rank import price_technique, rank_plans
 from farspan.techniques import Task
 from farspan.techniques._out_of_memory import shortage
 from tests.examples import few
 from tests.techniques import worlds
 
-ENGINE = engine("farspan")
+ENGINE = load_engine("farspan")
 QUICK = ("fsdp", "zero2", "zero1", "data")
 GPT2M = model_of("gpt2m")
 SMALL = model_of("124M")
@@ -55,7 +55,7 @@ def ground(cluster: Cluster, *allow: str, batch: str | None = "32") -> Ground:
 def fits(where: Ground, model: ModelSpec) -> bool:
     """Whether the ranking that `farspan plan` shows chooses anything."""
     train = where.train_for(model, where.cluster)
-    return rank(model, where.cluster, train, ENGINE, allow=where.allow).chosen is not None
+    return rank_plans(model, where.cluster, train, ENGINE, allow=where.allow).chosen is not None
 
 
 def rung_of(ladder: Ladder, amount: int) -> Rung:
@@ -64,12 +64,12 @@ def rung_of(ladder: Ladder, amount: int) -> Rung:
 
 
 def test_the_largest_model_fits_and_the_next_does_not() -> None:
-    where = ground(clusters.find("fabric/gat-amst"))
-    found = climb(where, model_ladder(where, "llama", 32_000, 1024))
+    where = ground(clusters.find_cluster("fabric/gat-amst"))
+    found = find_hardest_rung(where, model_ladder(where, "llama", 32_000, 1024))
     assert found is not None and found.next_lacks is not None and found.next_amount is not None
     assert (
         fits(where, found.best.plan.model)
-        and parameters(found.best.plan.model) == found.best.amount
+        and count_parameters(found.best.plan.model) == found.best.amount
     )
     assert model_of(found.best.typed) == found.best.plan.model
     ladder = model_ladder(where, "llama", 32_000, 1024)
@@ -87,8 +87,8 @@ def test_the_largest_model_fits_and_the_next_does_not() -> None:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_the_largest_batch_fits_at_once_and_one_more_a_device_does_not(name: str) -> None:
-    where = ground(clusters.find("slm-cost/a100-80:4"), name)
-    found = climb(where, batch_ladder(where, GPT2M))
+    where = ground(clusters.find_cluster("slm-cost/a100-80:4"), name)
+    found = find_hardest_rung(where, batch_ladder(where, GPT2M))
     assert found is not None
     plan = found.best.plan
     batch = found.best.amount
@@ -121,8 +121,8 @@ def test_the_largest_batch_fits_at_once_and_one_more_a_device_does_not(name: str
 
 @pytest.mark.slow
 def test_the_least_memory_fits_and_less_does_not() -> None:
-    where = ground(clusters.find("fabric/gat-amst"))
-    found = climb(where, memory_ladder(where, SMALL))
+    where = ground(clusters.find_cluster("fabric/gat-amst"))
+    found = find_hardest_rung(where, memory_ladder(where, SMALL))
     assert found is not None and found.next_amount is not None
     for size, expected in ((found.best.amount, True), (found.next_amount, False)):
         assert (
@@ -140,7 +140,7 @@ def test_the_least_memory_fits_and_less_does_not() -> None:
 def test_on_any_small_cluster_what_binds_is_what_pricing_again_finds(seed: int) -> None:
     draw = random.Random(seed)
     where = ground(worlds.random_cluster(draw, 4), *QUICK)
-    found = climb(where, model_ladder(where, "llama", 8192, 512))
+    found = find_hardest_rung(where, model_ladder(where, "llama", 8192, 512))
     if found is None:
         return
     assert fits(where, found.best.plan.model)
@@ -163,8 +163,8 @@ def test_more_memory_never_fits_less(seed: int, factor: float) -> None:
     cluster = worlds.random_cluster(random.Random(seed), 4)
     larger = with_memory(cluster, lambda device: round(device.memory * factor))
     for ask in (
-        lambda where: climb(where, model_ladder(where, "llama", 8192, 512)),
-        lambda where: climb(where, batch_ladder(where, SMALL)),
+        lambda where: find_hardest_rung(where, model_ladder(where, "llama", 8192, 512)),
+        lambda where: find_hardest_rung(where, batch_ladder(where, SMALL)),
     ):
         before, after = (ask(ground(each, *QUICK)) for each in (cluster, larger))
         if before is not None:
@@ -172,9 +172,9 @@ def test_more_memory_never_fits_less(seed: int, factor: float) -> None:
 
 
 def test_misfit_reports_missing_memory_and_the_model_and_devices_that_would_fit() -> None:
-    where = ground(clusters.find("slm-cost/a100-80:2"))
+    where = ground(clusters.find_cluster("slm-cost/a100-80:2"))
     model = model_of("8B")
-    found = misfit(where, model)
+    found = explain_misfit(where, model)
     assert (
         found is not None
         and found.lacks.spare < 0
@@ -182,21 +182,26 @@ def test_misfit_reports_missing_memory_and_the_model_and_devices_that_would_fit(
         and found.devices is not None
     )
     assert found.smaller.plan.model.family == model.family and fits(where, found.smaller.plan.model)
-    assert fits(ground(multiplied(where.cluster, found.devices // 2), *QUICK), model)
+    assert fits(ground(multiply_hosts(where.cluster, found.devices // 2), *QUICK), model)
     # What lacks least: no technique on any part lacks less than is told, and all lack something.
     graph = models.graph(model)
     train = where.train_for(model, where.cluster)
     for part in all_parts(where.cluster):
         only = None if len(part.places) == 2 else part.places
         task = Task(model, graph, where.cluster, train, ENGINE, only=only)
-        assert all(isinstance(candidate(task, part, name), Refused) for name in techniques.names())
+        assert all(
+            isinstance(price_technique(task, part, name), Refused)
+            for name in techniques.technique_names()
+        )
     # Were every device so much larger, it would fit.
     room = found.lacks.used / ENGINE.fill
     assert fits(ground(with_memory(where.cluster, lambda device: round(1.03 * room))), model)
 
 
 def test_a_model_that_fits_is_no_misfit() -> None:
-    assert misfit(ground(clusters.find("slm-cost/a100-80:2"), *QUICK), SMALL) is None
+    assert (
+        explain_misfit(ground(clusters.find_cluster("slm-cost/a100-80:2"), *QUICK), SMALL) is None
+    )
 
 
 def test_fit_prints_the_answer_its_limits_and_the_command_that_prices_it(

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from farspan import models
 from farspan.domain.codec import content_hash
-from farspan.domain.model import parameters
+from farspan.domain.model import count_parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem
 from farspan.domain.train import Muon, Optimizer, Regularization, Schedule
@@ -70,7 +70,7 @@ def test_the_plain_recipe_is_the_training_of_before():
 
 def test_muon_has_a_rate_of_its_own_that_falls_with_size_and_a_higher_one_for_the_embedding():
     found = settled({"batch": {"global": "16k tokens"}})
-    count = parameters(found.model)
+    count = count_parameters(found.model)
     assert found.train.optimizer.lr == peak_rate(count, muon=True) > peak_rate(count)
     assert found.train.optimizer.muon == Muon(embedding=3.0)
     assert (found.train.schedule.kind, found.train.schedule.floor) == ("linear", 0.0)

@@ -13,18 +13,18 @@ import yaml
 
 import farspan
 from farspan.cli.main import main
-from farspan.domain.catalog import devices
+from farspan.domain.catalog import load_devices
 from farspan.domain.cluster import Cluster
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.domain.model import ModelSpec
 from farspan.domain.problems import Refusal
 from farspan.domain.train import TrainSpec
 from farspan.planning.candidate import Candidate
 from farspan.planning.question import Question, model_of, train_of
-from farspan.planning.rank import rank
-from farspan.planning.rent import Budget, Rent, frontier, offered, rent
+from farspan.planning.rank import rank_plans
+from farspan.planning.rent import Budget, Rent, pareto_frontier, price_offers, rented_cluster
 
-ENGINE = engine("farspan")
+ENGINE = load_engine("farspan")
 MODEL = model_of("gpt2m")
 KINDS = ("a40", "l40s", "t4")
 COUNTS = (1, 2, 4, 16)
@@ -36,7 +36,9 @@ def train_for(model: ModelSpec, cluster: Cluster) -> TrainSpec:
 
 @pytest.fixture(scope="module")
 def found() -> Rent:
-    return rent(MODEL, train_for, ENGINE, budget=Budget(3600.0, 5.0), kinds=KINDS, counts=COUNTS)
+    return price_offers(
+        MODEL, train_for, ENGINE, budget=Budget(3600.0, 5.0), kinds=KINDS, counts=COUNTS
+    )
 
 
 @pytest.mark.slow
@@ -59,7 +61,7 @@ def test_a_frontier_of_random_points_is_pareto() -> None:
             (draw.choice((1.0, 2.0, 3.0, 4.0, math.inf)), draw.choice((1.0, 2.0, 3.0)))
             for _ in range(8)
         ]
-        inside = [points[i] for i in frontier(points)]
+        inside = [points[i] for i in pareto_frontier(points)]
         assert len(set(inside)) == len(inside)
         finite = [point for point in points if point[0] < math.inf]
         for point in finite:
@@ -91,23 +93,25 @@ def test_the_budget_takes_exactly_what_is_within_it(found: Rent) -> None:
 
 
 def test_dollars_alone_take_the_fastest() -> None:
-    cheap = rent(
+    cheap = price_offers(
         MODEL, train_for, ENGINE, budget=Budget(usd=2.0), kinds=("a40", "l40s"), counts=(1, 2, 4)
     )
     assert cheap.chosen is not None
     assert cheap.offers[cheap.chosen].time_s == min(
         offer.time_s for offer in cheap.offers if offer.usd <= 2.0
     )
-    none = rent(MODEL, train_for, ENGINE, budget=Budget(seconds=1.0), kinds=("t4",), counts=(1,))
+    none = price_offers(
+        MODEL, train_for, ENGINE, budget=Budget(seconds=1.0), kinds=("t4",), counts=(1,)
+    )
     assert none.chosen is None and not none.offers[0].meets
 
 
 def test_an_offer_is_what_planning_for_that_cluster_finds(found: Rent) -> None:
     for kind, count in (("l40s", 2), ("a40", 4)):
-        device = devices()[kind].device(kind)
+        device = load_devices()[kind].device(kind)
         assert device is not None
-        cluster = offered(device, count)
-        ranking = rank(MODEL, cluster, train_for(MODEL, cluster), ENGINE, parts=False)
+        cluster = rented_cluster(device, count)
+        ranking = rank_plans(MODEL, cluster, train_for(MODEL, cluster), ENGINE, parts=False)
         assert ranking.chosen is not None
         offer = next(offer for offer in found.offers if (offer.kind, offer.count) == (kind, count))
         # Not searched where what is left to gain is little.
@@ -118,31 +122,33 @@ def test_sixteen_devices_are_two_hosts_with_the_network_that_is_asked_about(foun
     sixteen = next(offer for offer in found.offers if offer.count == 16)
     assert [len(host.devices) for host in sixteen.cluster.hosts] == [8, 8]
     assert [link.bandwidth for link in sixteen.cluster.links] == [found.bandwidth] == [10e9 / 8]
-    faster = rent(
+    faster = price_offers(
         MODEL, train_for, ENGINE, kinds=("t4",), counts=(16,), allow=("data",), bandwidth=50e9
     )
-    slower = rent(MODEL, train_for, ENGINE, kinds=("t4",), counts=(16,), allow=("data",))
+    slower = price_offers(MODEL, train_for, ENGINE, kinds=("t4",), counts=(16,), allow=("data",))
     assert faster.offers[0].time_s < slower.offers[0].time_s
 
 
 def test_hosts_of_a_known_machines_shape_have_its_network_unless_another_is_asked_about() -> None:
     alone = {"counts": (8, 16), "allow": ("data",)}
-    usual = rent(MODEL, train_for, ENGINE, kinds=("h100", "t4"), **alone)
+    usual = price_offers(MODEL, train_for, ENGINE, kinds=("h100", "t4"), **alone)
     assert {kind: network.machine for kind, network in usual.known.items()} == {"h100": "DGX H100"}
     rates = {offer.kind: link.bandwidth for offer in usual.offers for link in offer.cluster.links}
     assert rates == {"h100": 3200e9 / 8, "t4": 10e9 / 8}
-    asked = rent(MODEL, train_for, ENGINE, kinds=("h100",), bandwidth=1e9, **alone)
+    asked = price_offers(MODEL, train_for, ENGINE, kinds=("h100",), bandwidth=1e9, **alone)
     assert asked.known == {} and asked.bandwidth == 1e9
     assert [link.bandwidth for offer in asked.offers for link in offer.cluster.links] == [1e9]
 
 
 def test_a_kind_without_a_price_is_refused() -> None:
     with pytest.raises(Refusal, match="no price of 'a30'"):
-        rent(MODEL, train_for, ENGINE, kinds=("a30",))
+        price_offers(MODEL, train_for, ENGINE, kinds=("a30",))
 
 
 def test_a_technique_that_is_searched_for_may_be_the_only_one() -> None:
-    found = rent(MODEL, train_for, ENGINE, kinds=("l40s",), counts=(1, 2), allow=("pipeshard",))
+    found = price_offers(
+        MODEL, train_for, ENGINE, kinds=("l40s",), counts=(1, 2), allow=("pipeshard",)
+    )
     assert all(offer.best.technique == "pipeshard" for offer in found.offers)
 
 

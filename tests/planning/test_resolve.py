@@ -15,11 +15,11 @@ from farspan import models
 from farspan.domain.cluster import Cluster, Device, Host, Site
 from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest, Split
-from farspan.domain.model import parameters
+from farspan.domain.model import count_parameters
 from farspan.domain.probe import ProbeResult, Speed
 from farspan.domain.problems import Refusal
 from farspan.planning.recipe import peak_rate
-from farspan.planning.resolve import resolve
+from farspan.planning.resolve import resolve_config
 from farspan.planning.size import auto_parameters, fitted_shape, shape_for
 
 RATE = {"fp32": 1e11, "bf16": 3e11}
@@ -56,7 +56,7 @@ def measure(model, train):
     """A machine that computes 6 FLOPs a parameter and token at RATE, in every precision."""
     speeds = {}
     for precision, flops in RATE.items():
-        tokens_per_s = flops / (6 * parameters(model))
+        tokens_per_s = flops / (6 * count_parameters(model))
         step_s = train.batch * train.seq_len / tokens_per_s
         speeds[precision] = Speed(step_s=step_s, tokens_per_s=tokens_per_s, memory_bytes=10**9)
     return ProbeResult(rows=train.batch, seq_len=train.seq_len, speeds=speeds)
@@ -64,7 +64,7 @@ def measure(model, train):
 
 def run(config, on=None, devices=None, matmul=1e12):
     asked = msgspec.convert({"data": "~/papers"} | config, RunConfig)
-    return resolve(
+    return resolve_config(
         asked, on or corpus(), devices or cluster(), matmul_flops=lambda: matmul, measure=measure
     )
 
@@ -84,7 +84,7 @@ def refused(config, **where):
 def test_the_size_dial_comes_within_a_tenth(family, target, vocab, tied):
     target = max(target, 4 * 64 * vocab)
     spec = shape_for(family, target, vocab_size=vocab, context=256, knobs={"tied": tied})
-    assert abs(parameters(spec) / target - 1) <= 0.1
+    assert abs(count_parameters(spec) / target - 1) <= 0.1
     assert spec.head_dim == (32 if target < 10_000_000 else 64)
     assert spec.tied == tied
 
@@ -100,16 +100,16 @@ def test_the_fit_gives_back_the_papers_models(name, billions):
 
 def test_named_sizes_grow_and_knobs_are_kept():
     counts = [
-        parameters(run({"size": size}, on=corpus(10**9, 10**7)).model)
+        count_parameters(run({"size": size}, on=corpus(10**9, 10**7)).model)
         for size in ("tiny", "small", "medium", "large", "xl")
     ]
     assert counts == sorted(counts) and counts[0] < 4e6 and counts[-1] > 9e8
-    assert abs(parameters(run({"size": "30M"}).model) / 30e6 - 1) < 0.1
+    assert abs(count_parameters(run({"size": "30M"}).model) / 30e6 - 1) < 0.1
     fixed = run(
         {"model": {"params": "30M", "layers": 4, "heads": 6, "kv_heads": 2, "tied": False}}
     ).model
     assert (fixed.layers, fixed.heads, fixed.kv_heads, fixed.tied) == (4, 6, 2, False)
-    assert abs(parameters(fixed) / 30e6 - 1) < 0.1
+    assert abs(count_parameters(fixed) / 30e6 - 1) < 0.1
     exact = run(
         {"model": {"family": "gpt2", "layers": 3, "d_model": 96, "heads": 4, "d_ff": 100}}
     ).model
@@ -128,8 +128,8 @@ def test_auto_takes_the_smaller_of_what_corpus_and_machine_pay_for():
     large = corpus(10**9, 10**7)
     slow, fast = (run({"budget": {"time": "1h"}}, on=large, matmul=rate) for rate in (1e12, 1e14))
     expected = math.sqrt(0.9 * 3600 * 0.3e12 / 120)
-    assert abs(parameters(slow.model) / expected - 1) < 0.1
-    assert abs(parameters(fast.model) / (10 * expected) - 1) < 0.1
+    assert abs(count_parameters(slow.model) / expected - 1) < 0.1
+    assert abs(count_parameters(fast.model) / (10 * expected) - 1) < 0.1
     assert slow.origin["model.size"].startswith("corpus and machine")
 
 
@@ -181,7 +181,7 @@ def test_no_limit_is_exceeded(length, budget, batch, devices):
         devices=cluster(devices),
     )
     train = found.train
-    count = parameters(found.model)
+    count = count_parameters(found.model)
     tokens = train.steps * train.tokens_per_step
     one_step = train.tokens_per_step
     caps = [

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from farspan import models
-from farspan.app.choosing import PARTS, question
+from farspan.app.choosing import MAX_DEVICES_OF_SELECTION, selection_task
 from farspan.app.clusters import first_device
 from farspan.domain.config import ParallelConfig
-from farspan.domain.engine import engine
-from farspan.domain.model import parameters
+from farspan.domain.engine import load_engine
+from farspan.domain.model import count_parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem
 from farspan.domain.train import TrainSpec
@@ -22,17 +22,17 @@ from farspan.estimate.loss import loss
 from farspan.estimate.network import Network
 from farspan.estimate.price import estimate
 from farspan.estimate.stage import Costs
-from farspan.planning.learn import Observation, Paced, learn, with_paces
+from farspan.planning.learn import Observation, Paced, learn_slowdowns, with_slowdowns
 from farspan.planning.misfit import largest_tried
 from farspan.planning.model_speed import on_one_device
 from farspan.planning.outcome import nothing_runs
-from farspan.planning.select import SelectionTask, select
+from farspan.planning.select import SelectionTask, select_by_trials
 from farspan.semantics.identity import plan_key
 from farspan_studies.papers import algorithm1
 from tests.examples import slow_after
 from tests.planning.worlds import FAST, SLOW, cluster
 
-ENGINE = engine("farspan")
+ENGINE = load_engine("farspan")
 SYNCHRONOUS = ("data", "zero1", "zero2", "fsdp", "hsdp", "shard", "pipeshard")
 GONE = Problem(
     code="out-of-memory",
@@ -114,9 +114,9 @@ def test_the_choice_is_the_best_of_what_ran_and_near_the_true_best(seed):
         for device in host.devices
     }
     parts[Paced("link", "s0", "s1")] = math.exp(rng.uniform(-0.25, 0.25))
-    world = World(with_paces(here, parts), seed=seed, spread=0.08)
+    world = World(with_slowdowns(here, parts), seed=seed, spread=0.08)
     question = asked(allow=("data", "zero2", "fsdp", "pipeshard"))
-    found = select(here, question, world, budget_s=1e6)
+    found = select_by_trials(here, question, world, budget_s=1e6)
     best = chosen(found)
     ran = [trial.step_s for _, trial in found.tried if trial.step_s is not None]
     assert found.ended == "clear"
@@ -131,7 +131,7 @@ def test_the_choice_is_the_best_of_what_ran_and_near_the_true_best(seed):
 def test_something_is_chosen_whenever_anything_ran(budget_s):
     here = cluster((FAST,), (SLOW, SLOW))
     world = World(here, spread=0.1, dies=lambda plan: stages(plan) == 1)
-    found = select(here, asked(allow=("data", "pipeshard")), world, budget_s=budget_s)
+    found = select_by_trials(here, asked(allow=("data", "pipeshard")), world, budget_s=budget_s)
     ran = [trial for _, trial in found.tried if trial.step_s is not None]
     assert found.ranking.chosen is not None or not ran
     if budget_s == 1e6:
@@ -141,14 +141,14 @@ def test_something_is_chosen_whenever_anything_ran(budget_s):
 def test_no_more_is_tried_than_the_budget_holds():
     here = cluster((FAST, FAST), (FAST, FAST), rtt_s=1e-3, bandwidth=1e9)
     world = World(here, spread=0.2, took_s=30.0)
-    found = select(here, asked(allow=SYNCHRONOUS), world, budget_s=60.0)
+    found = select_by_trials(here, asked(allow=SYNCHRONOUS), world, budget_s=60.0)
     assert (found.ended, len(found.tried), found.spent_s) == ("budget", 2, 60.0)
 
 
 def test_nothing_is_tried_where_the_prediction_leaves_no_doubt():
     here = cluster((FAST, FAST), (FAST, FAST), rtt_s=0.1, bandwidth=1e6)
     world = World(here)
-    found = select(here, asked(allow=("zero2",)), world)
+    found = select_by_trials(here, asked(allow=("zero2",)), world)
     rivals = [one for one in found.ranking.candidates if one.eligible]
     assert len(rivals) > 1 and world.ran == [] and found.ended == "clear"
 
@@ -156,24 +156,26 @@ def test_nothing_is_tried_where_the_prediction_leaves_no_doubt():
 def test_a_short_run_pays_for_no_trials():
     here = cluster((FAST, FAST), (FAST, FAST), rtt_s=1e-3, bandwidth=1e10)
     world = World(here)
-    found = select(here, asked(steps=20, allow=SYNCHRONOUS), world, paying=True)
+    found = select_by_trials(here, asked(steps=20, allow=SYNCHRONOUS), world, paying=True)
     assert (world.ran, found.ended) == ([], "unpaid") and found.ranking.chosen is not None
-    assert select(here, asked(allow=SYNCHRONOUS), world, paying=True).tried
+    assert select_by_trials(here, asked(allow=SYNCHRONOUS), world, paying=True).tried
 
 
 def test_the_default_budget_is_a_share_of_the_run_and_a_minute_at_least():
     here = cluster((FAST, FAST), (FAST, FAST), rtt_s=0.01)
     question = asked(steps=20, allow=("data", "zero2"))
-    assert select(here, question, World(here)).budget_s == 60.0
+    assert select_by_trials(here, question, World(here)).budget_s == 60.0
     long = asked(steps=10**6, allow=("data", "zero2"))
     best = long.rank(here).candidates[0]
-    assert select(here, long, World(here)).budget_s == pytest.approx(0.03 * best.estimate.run_s)
+    assert select_by_trials(here, long, World(here)).budget_s == pytest.approx(
+        0.03 * best.estimate.run_s
+    )
 
 
 def test_a_trial_that_fails_is_a_result():
     here = cluster((FAST, FAST), (FAST, FAST), rtt_s=0.01)
     world = World(here, dies=lambda plan: True)
-    found = select(here, asked(allow=("data", "zero1")), world, budget_s=1e6)
+    found = select_by_trials(here, asked(allow=("data", "zero1")), world, budget_s=1e6)
     assert found.ranking.chosen is None
     assert {trial.status for _, trial in found.tried} == {"oom"}
     told = [one.unchosen for one in found.ranking.candidates if one.trial is not None]
@@ -191,7 +193,7 @@ def test_a_plan_that_runs_out_of_memory_leads_to_plans_that_need_less():
     question = asked("gpt2-medium", batch=64, allow=("data", "fsdp"))
     first = question.rank(here)
     most = max(need.total for need in first.candidates[first.chosen].estimate.memory) / 1e9
-    found = select(
+    found = select_by_trials(
         here,
         question,
         World(here, dies=lambda plan: needs_more(plan, here, 0.6 * most)),
@@ -208,12 +210,12 @@ def test_a_plan_that_runs_out_of_memory_leads_to_plans_that_need_less():
 def test_largest_model_follows_memory_used_in_trials_when_all_run_out_of_it():
     here = cluster((FAST, FAST), (SLOW, SLOW), rtt_s=0.01)
     question = asked("gpt2-medium", allow=("data", "zero2"))
-    found = select(
+    found = select_by_trials(
         here, question, World(here, dies=lambda plan: needs_more(plan, here, 2.0)), budget_s=1e6
     )
     assert found.ranking.chosen is None
     limit = largest_tried(here, question, found.tried)
-    assert limit.amount < parameters(question.model)
+    assert limit.amount < count_parameters(question.model)
     failed = [one for one, _ in found.tried if one.places == limit.places]
     assert failed and max(need.total for need in limit.estimate.memory) < min(
         max(need.total for need in one.estimate.memory) for one in failed
@@ -228,7 +230,7 @@ def test_missing_memory_is_reported_when_some_trials_fail_otherwise():
     crashed = Problem(
         code="worker-lost", what="rank 0 was lost", where="rank 0", fact="a crash", remedy="none"
     )
-    found = select(
+    found = select_by_trials(
         here,
         asked("gpt2-medium", allow=("data", "zero2")),
         World(here, dies=lambda plan: True),
@@ -252,9 +254,12 @@ def test_machines_are_chosen_among_twenty_devices():
     here = cluster((FAST,) * 12, (SLOW,) * 8, rtt_s=0.3)
     auto = ParallelConfig(allow=("data",))
     of = asked(allow=("data",), batch=96)
-    assert not question(of.model, of.train, here, "", auto).parts
-    found = select(
-        here, question(of.model, of.train, here, "", auto, few=PARTS), World(here), budget_s=1e6
+    assert not selection_task(of.model, of.train, here, "", auto).parts
+    found = select_by_trials(
+        here,
+        selection_task(of.model, of.train, here, "", auto, few=MAX_DEVICES_OF_SELECTION),
+        World(here),
+        budget_s=1e6,
     )
     assert chosen(found).places == tuple(range(12))
 
@@ -262,7 +267,7 @@ def test_machines_are_chosen_among_twenty_devices():
 def test_ranking_uses_the_measured_step_time_of_each_trial():
     here = cluster((FAST, FAST), (FAST, FAST), rtt_s=0.01)
     world = World(here, seed=3, spread=0.3)
-    found = select(here, asked(), world, budget_s=1e6)
+    found = select_by_trials(here, asked(), world, budget_s=1e6)
     for one in found.ranking.candidates:
         if one.trial is not None:
             assert one.estimate.step_s == one.trial.step_s == world.step_s(one.plan)
@@ -281,7 +286,7 @@ def test_a_lease_holds_at_the_measured_pace():
     sites = tuple(msgspec.structs.replace(site, lease_s=1.2 * best.time_s) for site in here.sites)
     leased = msgspec.structs.replace(here, sites=sites)
 
-    tried = select(leased, question, Slow(leased), budget_s=1e6).ranking.candidates
+    tried = select_by_trials(leased, question, Slow(leased), budget_s=1e6).ranking.candidates
     found = next(one for one in tried if plan_key(one.plan) == plan_key(best.plan))
     assert found.trial is not None and found.time_s > 1.2 * best.time_s
     assert not found.eligible and "a lease ends" in found.unchosen
@@ -309,7 +314,7 @@ def test_loss_for_a_dollar_chooses_the_cheapest_where_the_law_knows_of_no_gain()
     here = cluster((FAST, FAST), (SLOW,), rtt_s=1e-3)
     found = short.rank(here)
     assert all(
-        loss(parameters(one.plan.model), one.estimate.tokens_done)
+        loss(count_parameters(one.plan.model), one.estimate.tokens_done)
         > math.log(one.plan.model.vocab_size)
         for one in found.candidates
     )
@@ -345,7 +350,7 @@ def test_refusal_names_the_lease_that_excludes_the_only_plan_that_ran():
     leased = msgspec.structs.replace(here, sites=sites)
 
     world = Slow(leased, dies=lambda plan: plan.replicas[0].stages[0].zero > 0)
-    found = select(leased, question, world, budget_s=1e6)
+    found = select_by_trials(leased, question, world, budget_s=1e6)
     assert found.ranking.chosen is None and any(made.step_s for _, made in found.tried)
     told = nothing_runs(found.ranking, found.tried, question).problem
     assert told.code == "cannot-plan" and "lease" in told.fact
@@ -374,7 +379,7 @@ def test_slowdown_learned_for_a_link_does_not_change_its_sending_rate():
     """Workers send at a rate of the line itself, however slow trials have shown sums over it to
     be."""
     here = cluster((FAST, FAST), (FAST, FAST), rtt_s=0.05, bandwidth=1e8)
-    slow = with_paces(here, {Paced("link", "s0", "s1"): 1.4})
+    slow = with_slowdowns(here, {Paced("link", "s0", "s1"): 1.4})
 
     def rates(where):
         plans = [
@@ -402,7 +407,7 @@ def test_the_objective_decides_among_trials(objective):
     question = asked(
         objective=objective, tolerance=0.5, allow=("data", "zero2", "hsdp", "pipeshard")
     )
-    found = select(here, question, world, budget_s=1e6)
+    found = select_by_trials(here, question, world, budget_s=1e6)
     ran = [one for one in found.ranking.candidates if one.trial is not None and one.eligible]
     best = chosen(found)
     fastest = min(one.time_s for one in ran)
@@ -441,8 +446,8 @@ def test_the_loss_at_a_deadline_follows_the_measured_pace():
     here = cluster((FAST, FAST), (FAST, FAST), rtt_s=0.01)
     train = msgspec.structs.replace(asked().train, deadline_s=3600.0)
     question = msgspec.structs.replace(asked(allow=("data",)), train=train)
-    world = World(with_paces(here, {Paced("device", f"h{i}", "fast"): 1.5 for i in range(2)}))
-    found = select(here, question, world, budget_s=1e6)
+    world = World(with_slowdowns(here, {Paced("device", f"h{i}", "fast"): 1.5 for i in range(2)}))
+    found = select_by_trials(here, question, world, budget_s=1e6)
     (one, _), *_ = found.tried
     now = next(
         other for other in found.ranking.candidates if plan_key(other.plan) == plan_key(one.plan)
@@ -458,11 +463,13 @@ def test_the_loss_at_a_deadline_follows_the_measured_pace():
 
 def test_learn_recovers_the_true_slowdown_of_devices_and_links():
     here = cluster((FAST, FAST), (SLOW, SLOW), rtt_s=0.02)
-    true = with_paces(here, {Paced("device", "h0", "fast"): 1.5, Paced("link", "s0", "s1"): 0.7})
+    true = with_slowdowns(
+        here, {Paced("device", "h0", "fast"): 1.5, Paced("link", "s0", "s1"): 0.7}
+    )
     candidates = asked().rank(here).candidates
     plans = [one.plan for one in candidates if len(one.places) == 4]
     world = World(true)
-    found = learn(
+    found = learn_slowdowns(
         here, [Observation(plan, world.step_s(plan), world.compute_s(plan)) for plan in plans]
     ).cluster
     assert found.hosts[0].devices[0].learned.pace == pytest.approx(1.5, rel=0.1)
@@ -477,9 +484,11 @@ def test_learned_error_of_pipeline_plans_applies_to_other_pipeline_plans():
     staged = next(one.plan for one in candidates if stages(one.plan) > 1)
     whole = next(one.plan for one in candidates if one.technique == "data")
     world = World(here)
-    found = learn(here, [Observation(staged, 1.6 * world.step_s(staged), world.compute_s(staged))])
+    found = learn_slowdowns(
+        here, [Observation(staged, 1.6 * world.step_s(staged), world.compute_s(staged))]
+    )
     assert found.slowdown(staged) > 1.2 and found.slowdown(whole) == 1.0
-    again = learn(
+    again = learn_slowdowns(
         here,
         [
             Observation(one, 1.2 * world.step_s(one), world.compute_s(one))
@@ -491,14 +500,16 @@ def test_learned_error_of_pipeline_plans_applies_to_other_pipeline_plans():
 
 def test_learn_separates_heterogeneous_devices_of_one_host_by_compute_time():
     here = cluster((FAST, SLOW))
-    true = with_paces(
+    true = with_slowdowns(
         here, {Paced("device", "h0", "fast"): 0.8, Paced("device", "h0", "slow"): 1.3}
     )
     plan = next(
         one.plan for one in asked(allow=("data",)).rank(here).candidates if len(one.places) == 2
     )
     world = World(true)
-    found = learn(here, [Observation(plan, world.step_s(plan), world.compute_s(plan))]).cluster
+    found = learn_slowdowns(
+        here, [Observation(plan, world.step_s(plan), world.compute_s(plan))]
+    ).cluster
     assert [device.learned.pace for device in found.hosts[0].devices] == pytest.approx(
         [0.8, 1.3], rel=0.05
     )
@@ -506,7 +517,7 @@ def test_learn_separates_heterogeneous_devices_of_one_host_by_compute_time():
 
 def test_learn_without_observations_leaves_the_cluster_unchanged():
     here = cluster((FAST,), (SLOW,))
-    assert learn(here, []) == (here, {})
+    assert learn_slowdowns(here, []) == (here, {})
 
 
 def test_learning_from_a_plan_on_one_site_leaves_other_sites_unchanged():
@@ -515,7 +526,7 @@ def test_learning_from_a_plan_on_one_site_leaves_other_sites_unchanged():
         one.plan for one in asked(allow=("data",)).rank(here).candidates if one.places == (0, 1)
     )
     now = estimate(plan, models.graph(plan.model), here, ENGINE).step_s
-    found = learn(here, [Observation(plan, 2 * now)]).cluster
+    found = learn_slowdowns(here, [Observation(plan, 2 * now)]).cluster
     assert found.hosts[0].devices[0].learned.pace > 1.4
     assert found.hosts[1] == here.hosts[1] and found.links == here.links
 
@@ -528,7 +539,7 @@ def both(here, world, question=None, delta=0.1):
     """The paper's decision, and ours, in one world."""
     question = question or asked()
     theirs = algorithm1.choose(here, question, world, delta)
-    return theirs, chosen(select(here, question, world, budget_s=1e6))
+    return theirs, chosen(select_by_trials(here, question, world, budget_s=1e6))
 
 
 def test_gap_a_no_machine_alone_works_but_a_pipeline_over_both_does():
@@ -573,7 +584,7 @@ def test_gap_e_more_than_two_machines():
     world = World(here)
     with pytest.raises(Exception, match="between one machine and two"):
         algorithm1.choose(here, asked(), world, 0.1)
-    found = select(here, asked(), world, budget_s=1e6)
+    found = select_by_trials(here, asked(), world, budget_s=1e6)
     assert found.ranking.chosen is not None
 
 

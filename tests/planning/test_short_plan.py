@@ -19,9 +19,9 @@ from farspan import models
 from farspan.domain.cluster import Cluster
 from farspan.domain.clusterfile import load_cluster
 from farspan.domain.codec import parse_yaml
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.domain.model import ModelSpec
-from farspan.domain.plan import Edge, GradSync, Mesh, Replica, Stage, unsound
+from farspan.domain.plan import Edge, GradSync, Mesh, Replica, Stage, find_flaw
 from farspan.domain.problems import Refusal
 from farspan.planning.short_plan import read_short_plan
 from farspan.techniques._search.even import even_splits
@@ -120,7 +120,7 @@ def test_short_plan_file_expands_to_the_plan_that_it_describes(there: Cluster) -
         ("a", "here", 3, "t4"),
         ("b", "here", 0, "a30"),
     ]
-    assert made.model == models.preset("gpt2m").spec and not unsound(made)
+    assert made.model == models.preset("gpt2m").spec and not find_flaw(made)
 
 
 def test_short_plan_file_takes_defaults_for_missing_keys(there: Cluster) -> None:
@@ -314,7 +314,7 @@ def test_pricing_reads_the_engines_file_once_however_many_devices_there_are(
         return parse_yaml(text, where)
 
     monkeypatch.setattr("farspan.domain.engine.parse_yaml", parse)
-    engine.cache_clear()
+    load_engine.cache_clear()
     priced = farspan.price(PLAN, there)
     assert priced.fits and len(priced.devices) == 8
     assert read == ["engines/farspan.yaml"]

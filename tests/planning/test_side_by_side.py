@@ -82,8 +82,8 @@ def a_ranking_is_the_same_from_one_process_and_from_several() -> None:
     train = TrainSpec(steps=100, batch=16, seq_len=1024, precision="fp16")
 
     def ranked(many: int) -> ranking.Ranking:
-        with patch.object(ranking, "MANY", many), patch.object(ranking, "cores", lambda: 3):
-            return ranking.rank(model_of("gpt2"), here, train, ENGINE)
+        with patch.object(ranking, "MANY", many), patch.object(ranking, "count_cores", lambda: 3):
+            return ranking.rank_plans(model_of("gpt2"), here, train, ENGINE)
 
     assert ranked(1) == ranked(1000)
 

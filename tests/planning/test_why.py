@@ -5,19 +5,19 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from farspan.cli.plan_table import legend
+from farspan.cli.plan_table import table_legend
 from farspan.domain.units import format_bytes, format_seconds, short_time
 from farspan.estimate.traffic import between_sites, traffic
 from farspan.planning.ranking import (
     Ranking,
-    bounds,
+    describe_verdict,
     devices_line,
-    difference,
     equal_loss_note,
-    spent,
-    verdict,
+    format_difference,
+    format_spending,
+    time_bounds_s,
 )
-from farspan.planning.why import choice, costs_of, exchange_row, why
+from farspan.planning.why import costs_of, describe_choice, exchange_row, explain_choice
 from tests.planning.worlds import ranking
 
 PAIR = "FF", "SS"
@@ -30,8 +30,8 @@ def found(one: Ranking, technique: str, where: str):
 def test_the_choice_names_plan_devices_time_interval_and_split():
     one = ranking(*PAIR)
     chosen = one.candidates[one.chosen]
-    text = choice(one)
-    low, high = bounds(chosen)
+    text = describe_choice(one)
+    low, high = time_bounds_s(chosen)
     share = chosen.estimate.compute_s / chosen.estimate.step_s
     devices = devices_line(one.cluster, chosen.places)
     assert text.startswith(
@@ -50,12 +50,13 @@ def row_of(rows, technique: str):
 def test_every_technique_is_compared_with_the_choice_once():
     one = ranking(*PAIR)
     chosen = one.candidates[one.chosen]
-    rows = why(one).against
+    rows = explain_choice(one).against
     for technique in {c.technique for c in one.candidates}:
         best = next(c for c in one.candidates if c.technique == technique)
         row = row_of(rows, technique)
         assert (
-            verdict(one, best) in row.facts and devices_line(one.cluster, best.places) in row.facts
+            describe_verdict(one, best) in row.facts
+            and devices_line(one.cluster, best.places) in row.facts
         )
         assert row.time == format_seconds(best.time_s)
         assert row.compute == short_time(best.estimate.compute_s)
@@ -68,7 +69,7 @@ def test_a_slow_link_is_named_with_its_bytes_and_its_round_trips():
     far = found(one, "data", "all devices")
     costs = costs_of(far.plan, one.cluster)
     sizes = between_sites(traffic(far.plan, costs), costs.network)[("s0", "s1")]
-    (row,) = why(one).left_out
+    (row,) = explain_choice(one).left_out
     assert f"gradients s0 - s1 {format_bytes(sizes['gradients'])} " in row.facts
     assert row.communication == short_time(far.estimate.communication_s)
     exchange = next(e for e in traffic(far.plan, costs) if e.purpose == "gradients")
@@ -78,7 +79,7 @@ def test_a_slow_link_is_named_with_its_bytes_and_its_round_trips():
 
 def test_slower_devices_have_their_peak_by_their_data_sheets():
     one = ranking("F", "S", allow=("data",))
-    fast, slow = why(one).against[:2]
+    fast, slow = explain_choice(one).against[:2]
     assert "1 fast, 100 TFLOP/s peak" in fast.facts and "1 slow, 40 TFLOP/s peak" in slow.facts
 
 
@@ -86,16 +87,16 @@ def test_a_site_that_is_left_out_has_its_reason():
     one = ranking(*PAIR, allow=("data", "zero2"))
     chosen = one.candidates[one.chosen]
     assert chosen.places == (0, 1)
-    (row,) = why(one).left_out
+    (row,) = explain_choice(one).left_out
     joint = [c for c in one.candidates if set(c.places) > {0, 1}]
     best = min(joint, key=lambda one: one.time_s)
     assert row.plan == f"with s1: {best.technique} on all devices"
-    assert difference(best.time_s / chosen.time_s) in row.facts
+    assert format_difference(best.time_s / chosen.time_s) in row.facts
 
 
 def test_a_device_that_is_left_out_of_its_host_is_named_with_the_host():
     one = ranking(*PAIR, objective="cost")
-    names = [row.plan.split(":")[0] for row in why(one).left_out]
+    names = [row.plan.split(":")[0] for row in explain_choice(one).left_out]
     assert one.candidates[one.chosen].places == (2,)
     assert names == ["with s0", "with 1 slow of h1"]
 
@@ -103,7 +104,7 @@ def test_a_device_that_is_left_out_of_its_host_is_named_with_the_host():
 def test_nothing_is_left_out_where_all_is_used():
     one = ranking("FF", allow=("zero2",), batch=64)
     assert one.candidates[one.chosen].places == (0, 1)
-    assert why(one).left_out == ()
+    assert explain_choice(one).left_out == ()
 
 
 def test_why_reports_the_missing_memory_of_techniques_without_a_plan():
@@ -111,11 +112,11 @@ def test_why_reports_the_missing_memory_of_techniques_without_a_plan():
     (refused,) = one.refused
     problem = refused.problem
     assert one.candidates == () and problem.code == "out-of-memory"
-    told = why(one)
+    told = explain_choice(one)
     assert told.choice.startswith("Nothing is chosen: slow is short of ")
     (row,) = told.against
     assert str(row) == f"data: no plan: {problem.what} ({problem.fact})"
-    assert verdict(one, refused) == "does not fit"
+    assert describe_verdict(one, refused) == "does not fit"
 
 
 def test_why_reports_plans_within_the_prediction_interval_as_undecided():
@@ -127,7 +128,7 @@ def test_why_reports_plans_within_the_prediction_interval_as_undecided():
         for c in one.candidates
         if c is not chosen and c.eligible and c.time_s < high * chosen.time_s
     ]
-    told = why(one).unknown
+    told = explain_choice(one).unknown
     assert f"to {high:.2f} x" in told[0].facts
     assert any("a trial of each would decide" in row.facts for row in told) == bool(close)
     assumed = [row.facts for row in told if row.plan == "assumed"]
@@ -139,8 +140,8 @@ def test_a_queue_is_a_reason():
     first = one.candidates[0]
     waiting = msgspec.structs.replace(first, time_s=first.time_s + 3600, queue_s=3600.0)
     queued = msgspec.structs.replace(one, candidates=(waiting, *one.candidates[1:]))
-    assert "1 h 00 min in a queue" in why(queued).against[0].facts
-    assert not any("queue" in row.facts for row in why(one).against)
+    assert "1 h 00 min in a queue" in explain_choice(queued).against[0].facts
+    assert not any("queue" in row.facts for row in explain_choice(one).against)
 
 
 def test_reasons_on_diloco_have_the_time_to_equal_loss_and_that_of_its_steps():
@@ -152,37 +153,37 @@ def test_reasons_on_diloco_have_the_time_to_equal_loss_and_that_of_its_steps():
         f"1,000 steps take {format_seconds(diloco.estimate.whole_s)}"
     )
     assert equal_loss_note(diloco) == note
-    assert f"is fastest: {format_seconds(diloco.time_s)} (" in choice(one)
-    assert note in choice(one)
+    assert f"is fastest: {format_seconds(diloco.time_s)} (" in describe_choice(one)
+    assert note in describe_choice(one)
     cheapest = ranking(*PAIR, objective="cost")
-    row = row_of(why(cheapest).against, "diloco")
+    row = row_of(explain_choice(cheapest).against, "diloco")
     worth = f"{1 / diloco.estimate.token_efficiency:.3g} x the tokens to equal loss"
     assert row.time == format_seconds(diloco.time_s) and worth in row.facts
-    assert "equal loss" not in choice(cheapest)
+    assert "equal loss" not in describe_choice(cheapest)
 
 
 def test_rows_have_the_money_where_money_is_compared():
     one = ranking(*PAIR, objective="cost")
     diloco = next(c for c in one.candidates if c.technique == "diloco")
-    row = row_of(why(one).against, "diloco")
+    row = row_of(explain_choice(one).against, "diloco")
     assert row.time == format_seconds(diloco.time_s)
-    assert row.facts.startswith(f"{verdict(one, diloco)}, {spent(diloco)}, ")
+    assert row.facts.startswith(f"{describe_verdict(one, diloco)}, {format_spending(diloco)}, ")
 
 
 def test_legend_of_a_table_with_diloco_says_that_its_minutes_are_to_equal_loss():
     one = ranking(*PAIR)
     worth = 1 / one.candidates[one.chosen].estimate.token_efficiency
-    assert f"diloco {worth:.3g} x the tokens" in legend(one.candidates)
-    assert "equal loss" not in legend([c for c in one.candidates if c.technique != "diloco"])
-    assert "tokens" not in legend([c for c in one.candidates if c.technique != "diloco"])
+    assert f"diloco {worth:.3g} x the tokens" in table_legend(one.candidates)
+    assert "equal loss" not in table_legend([c for c in one.candidates if c.technique != "diloco"])
+    assert "tokens" not in table_legend([c for c in one.candidates if c.technique != "diloco"])
 
 
 def test_an_objective_in_money_is_compared_in_money():
     one = ranking(*PAIR, objective="cost")
     chosen = one.candidates[one.chosen]
     other = next(c for c in one.candidates if c.estimate.usd > 1.05 * chosen.estimate.usd)
-    assert "cheapest" in choice(one)
-    assert verdict(one, other).endswith("costlier")
+    assert "cheapest" in describe_choice(one)
+    assert describe_verdict(one, other).endswith("costlier")
 
 
 @pytest.mark.parametrize(
@@ -198,4 +199,4 @@ def test_an_objective_in_money_is_compared_in_money():
     ],
 )
 def test_differences_in_words(value: float, words: str):
-    assert difference(value) == words
+    assert format_difference(value) == words

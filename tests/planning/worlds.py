@@ -6,9 +6,9 @@ import functools
 
 from farspan import models
 from farspan.domain.cluster import Cluster, DataSheet, Device, Host, Link, Site
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.domain.train import TrainSpec
-from farspan.planning.rank import rank
+from farspan.planning.rank import rank_plans
 from farspan.planning.ranking import Ranking
 
 FAST = Device(
@@ -53,11 +53,11 @@ def ranking(
     one."""
     train = TrainSpec(steps=1000, batch=batch, seq_len=1024, precision="fp16")
     spec = models.presets()[model].spec
-    return rank(
+    return rank_plans(
         spec,
         cluster(*(tuple(KINDS[letter] for letter in site) for site in sites)),
         train,
-        engine("farspan"),
+        load_engine("farspan"),
         objective=objective,
         allow=allow,
     )  # type: ignore[arg-type]

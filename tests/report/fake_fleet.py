@@ -26,7 +26,7 @@ from farspan.domain.cluster import (
     Site,
 )
 from farspan.domain.cluster_json import save_cluster_json
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.domain.plan import Edge, GradSync, Inputs, Mesh, Plan, PlannedDevice, Replica, Stage
 from farspan.domain.results import Event, Finished, Span, Step, Traced
 from farspan.domain.train import TrainSpec
@@ -102,7 +102,7 @@ def plan(steps: int, replica: Replica) -> Plan:
 
 @functools.cache
 def _costs(where: bytes, train: bytes) -> Costs:
-    found = engine("farspan")
+    found = load_engine("farspan")
     made = msgspec.json.decode(train, type=Plan)
     network = Network(msgspec.json.decode(where, type=Cluster), made.devices, found)
     return Costs(models.graph(MODEL), made.train, network)

@@ -16,17 +16,17 @@ from farspan import models
 from farspan.app.reporting import write_report
 from farspan.domain.cluster_json import save_cluster_json
 from farspan.domain.codec import save
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.domain.plan import Edge, GradSync, Mesh, Replica, Stage
 from farspan.domain.results import Step, Traced
 from farspan.domain.run import RunFolder
 from farspan.domain.train import TrainSpec
 from farspan.estimate.price import estimate
-from farspan.report.compare import ALIGNED, Comparison, compare_to_prediction
-from farspan.report.compare_text import step_lines, step_rows, tables, timeline
+from farspan.report.compare import ALIGNMENT_NOTE, Comparison, compare_to_prediction
+from farspan.report.compare_text import comparison_tables, draw_timeline, step_lines, step_rows
 from farspan.report.history import open_run
-from farspan.report.page import page
-from farspan.report.text import report, summary
+from farspan.report.page import render_page
+from farspan.report.text import run_report, run_summary
 from farspan.report.traces import Traces
 from tests import tiny
 from tests.examples import few
@@ -42,7 +42,7 @@ def found_in(folder: Path) -> Comparison:
 
 
 def shown(found: Comparison, width: int = 96) -> str:
-    return "\n".join("".join(text for text, _ in line) for line in timeline(found, width))
+    return "\n".join("".join(text for text, _ in line) for line in draw_timeline(found, width))
 
 
 def test_report_of_a_run_as_predicted_places_its_step_inside_the_interval(tmp_path: Path):
@@ -54,7 +54,7 @@ def test_report_of_a_run_as_predicted_places_its_step_inside_the_interval(tmp_pa
     step, spread = step_rows(found)
     assert step[0] == "step, inside the interval" and step[3] in ("1.00", "1.01", "1.02")
     assert re.fullmatch(r"[\d.]+ s-[\d.]+ s", spread[1])
-    assert set(step_lines(found)) < set(summary(open_run(folder), found).splitlines())
+    assert set(step_lines(found)) < set(run_summary(open_run(folder), found).splitlines())
 
 
 def test_every_device_has_both_rows_with_every_pass(tmp_path: Path):
@@ -109,7 +109,9 @@ def test_the_split_is_of_the_device_that_computes_longest(tmp_path: Path):
     assert parts["waiting for others"].measured_s == pytest.approx(split.bubble_s, rel=0.1)
     assert sum(part.measured_s for part in found.parts) == pytest.approx(found.traced_s, rel=1e-3)
     run = open_run(tmp_path / "run")
-    (rows,) = [rows[1:] for rows in tables(run, None, found) if "step 600 of" in rows[0][0]]
+    (rows,) = [
+        rows[1:] for rows in comparison_tables(run, None, found) if "step 600 of" in rows[0][0]
+    ]
     assert rows[0][3] == "1.00" and rows[1][3] == "" and rows[3][1] == ""
 
 
@@ -143,9 +145,9 @@ def test_peak_memory_of_every_device_and_of_the_fullest(tmp_path: Path):
         (8 * 10**8, told.memory[1].total),
         (None, told.memory[2].total),
     ]
-    assert tables(run, None, found)[-1][3][2:] == ("", "")
+    assert comparison_tables(run, None, found)[-1][3][2:] == ("", "")
     assert "800 MB" in next(
-        line for line in report(run, found).splitlines() if line.startswith("peak memory")
+        line for line in run_report(run, found).splitlines() if line.startswith("peak memory")
     )
 
 
@@ -180,7 +182,7 @@ def test_steps_that_a_resumption_undid_are_not_shown(tmp_path: Path):
 
 def test_runs_without_spans_and_without_a_cluster_open(tmp_path: Path):
     folder = fleet_run(tmp_path / "run", traced=())
-    html = page(open_run(folder), found_in(folder))
+    html = render_page(open_run(folder), found_in(folder))
     assert "Device by device" in html and '<figure class="chartless' not in html
     assert shown(found_in(folder)) == ""
     (folder / "cluster.json").unlink()
@@ -203,9 +205,9 @@ def test_a_run_of_one_device_looks_as_before(tmp_path: Path):
     run = made.run
     found = made.compared
     written = made.page
-    assert found is None and written.read_text() == page(run)
-    assert "Device by device" not in page(run) and ".rows {" not in page(run)
-    assert report(run, found) == report(run)
+    assert found is None and written.read_text() == render_page(run)
+    assert "Device by device" not in render_page(run) and ".rows {" not in render_page(run)
+    assert run_report(run, found) == run_report(run)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +227,7 @@ def test_the_page_is_whole_and_stays_inside_its_rows(tmp_path: Path, changes: di
     for row in found.drawn:
         assert f"{row.name} {row.words}" in text
     if found.drawn:
-        assert "backward of microbatch 3, " in html and ALIGNED in text
+        assert "backward of microbatch 3, " in html and ALIGNMENT_NOTE in text
 
 
 def test_a_gpu_that_takes_orders_ahead_is_not_split(tmp_path: Path):
@@ -291,7 +293,7 @@ def test_two_real_workers_show_what_they_did_and_what_was_planned(tmp_path: Path
     run = tiny.run_folder(tmp_path / "run", plan)
     cluster = tiny.this_machine(plan)
     save_cluster_json(cluster, run.cluster)
-    save(estimate(plan, models.graph(plan.model), cluster, engine(plan.engine)), run.estimate)
+    save(estimate(plan, models.graph(plan.model), cluster, load_engine(plan.engine)), run.estimate)
     run.config.write_text("data: tests\n")
     with tiny.workers(run) as workers:
         for event in workers:

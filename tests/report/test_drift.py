@@ -7,12 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from farspan.app.reporting import paced, write_report
+from farspan.app.reporting import slow_cluster, write_report
 from farspan.domain.cluster_json import load_cluster_json
 from farspan.domain.run import RunFolder
 from farspan.estimate.price import price
-from farspan.planning.rank import rank
-from farspan.planning.ranking import called
+from farspan.planning.rank import rank_plans
+from farspan.planning.ranking import candidate_name
 from farspan.report.compare import compare_to_prediction
 from farspan.report.compare_text import step_lines, step_rows
 from farspan.report.drift import Drift
@@ -123,21 +123,21 @@ def test_planning_again_ranks_with_the_measured_pace(tmp_path: Path):
     found = made.compared
     written = made.page
     assert found is not None and found.again in step_lines(found)
-    cluster = paced(
+    cluster = slow_cluster(
         load_cluster_json(RunFolder(folder).cluster), {("star", 0): found.drifts[0].paces[2]}
     )
     assert [device.learned.pace for device in cluster.devices] == pytest.approx(
         [1, 1, 2.5], rel=0.01
     )
     costs = costs_of(run.plan, cluster)
-    ranking = rank(
+    ranking = rank_plans(
         run.plan.model, cluster, run.plan.train, costs.engine, allow=("data", "pipeshard")
     )
     best = next(one for one in ranking.candidates if one.eligible and 0 in one.places)
     speed = best.estimate.tokens_per_s / price(run.plan, costs).tokens_per_s
     assert found.again == (
-        f"planned again with this pace, {called(best)} would be chosen: {speed:.2g}x as many "
-        "tokens a second"
+        f"planned again with this pace, {candidate_name(best)} would be chosen: {speed:.2g}x as "
+        "many tokens a second"
     )
     assert speed > 1.01 and found.again[1:] in written.read_text()
 
@@ -152,7 +152,7 @@ def test_planning_again_ranks_with_the_measured_slowdown_of_a_link(tmp_path: Pat
     (drift,) = found.drifts
     assert drift.ends == ("gat", "amst")
     there = load_cluster_json(RunFolder(folder).cluster)
-    cluster = paced(there, {}, {drift.ends: drift.factor})
+    cluster = slow_cluster(there, {}, {drift.ends: drift.factor})
     assert cluster.link("amst", "gat").pace == pytest.approx(
         8 * there.link("amst", "gat").pace, rel=0.1
     )
@@ -167,9 +167,9 @@ def test_planning_again_ranks_with_the_measured_slowdown_of_a_link(tmp_path: Pat
 def test_report_states_that_no_plan_would_be_faster(tmp_path: Path):
     slow = {"paces": (1, 1, 2.5), "steps": 30, "traced": (3,)}
     run = open_run(fleet_run(tmp_path / "first", make=side_by_side, **slow))  # type: ignore[arg-type]
-    cluster = paced(load_cluster_json(RunFolder(run.folder).cluster), {("star", 0): 2.5})
+    cluster = slow_cluster(load_cluster_json(RunFolder(run.folder).cluster), {("star", 0): 2.5})
     engine = costs_of(run.plan, cluster).engine
-    (best,) = rank(
+    (best,) = rank_plans(
         run.plan.model, cluster, run.plan.train, engine, allow=("data",), parts=False
     ).candidates
     folder = fleet_run(tmp_path / "best", make=lambda steps: best.plan, **slow)  # type: ignore[arg-type,return-value]

@@ -12,7 +12,7 @@ from farspan.domain.problems import Refusal
 from farspan.domain.results import Finished, Measurement, Saved, Validated, Warned
 from farspan.domain.run import RunFolder
 from farspan.report import measure as measuring
-from farspan.report.history import WARMUP_STEPS, is_complete, open_run, trace
+from farspan.report.history import WARMUP_STEPS, follow_events, is_complete, open_run
 from tests.report.fake_run import (
     ESTIMATE,
     make_plan,
@@ -25,7 +25,7 @@ from tests.report.fake_run import (
 
 
 def measure(folder: Path) -> Measurement | None:
-    return measuring.measure(open_run(folder))
+    return measuring.measure_run(open_run(folder))
 
 
 def validated(step: int, loss: float, at: float = 0.0) -> Validated:
@@ -80,7 +80,7 @@ def test_steps_after_the_checkpoint_are_counted_once_and_all_time_counts(tmp_pat
     # The validation at step 8 is not of the model that the run ended with.
     assert (measured.val_loss, measured.best_val_loss) == (2.0, 2.0)
     assert (measured.mfu, measured.reason) == (None, "unfinished")
-    history = trace(events)
+    history = follow_events(events)
     assert [timed.time_s for timed in history.steps] == [1.0, 2.0, 3.0, 4.0, 10.0, 13.0]
     assert [timed.tokens for timed in history.steps] == [2048 * n for n in range(1, 7)]
     assert history.lost_steps == 4
@@ -90,7 +90,7 @@ def test_each_start_has_its_own_warm_up(tmp_path):
     plan = make_plan(40)
     events = [started(0.0, 0, plan), *(one_step(float(n), n) for n in range(1, 21))]
     events += [started(100.0, 20, plan), *(one_step(100.0 + n, n) for n in range(21, 41))]
-    cold = [timed.step.step for timed in trace(events).steps if not timed.warm]
+    cold = [timed.step.step for timed in follow_events(events).steps if not timed.warm]
     assert cold == [*range(1, 1 + WARMUP_STEPS), *range(21, 21 + WARMUP_STEPS)]
 
 
@@ -141,10 +141,10 @@ def test_a_warning_given_before_a_start_adds_no_time(tmp_path):
     warned = Warned(at=5000.0, message="corrupt checkpoint")
     events = [started(0.0, 0, plan), *(one_step(float(n), n) for n in range(1, 9))]
     events += [warned, started(5001.0, 4, plan), one_step(5002.0, 5)]
-    history = trace(events)
+    history = follow_events(events)
     assert history.run_s == 8.0 + 1.0
     assert history.warnings == (warned,)
-    assert trace(events[9:]).warnings == (warned,)
+    assert follow_events(events[9:]).warnings == (warned,)
 
 
 @pytest.mark.parametrize(

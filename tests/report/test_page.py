@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from farspan.domain.results import Step, Warned
 from farspan.report.charts import (
-    GROUPS,
     HEIGHT,
+    MAX_GROUPS,
     WIDTH,
     Axis,
     Chart,
@@ -33,9 +33,9 @@ from farspan.report.charts import (
     ticks,
     to_csv,
 )
-from farspan.report.figures import figures, smooth
+from farspan.report.figures import moving_mean, run_charts
 from farspan.report.history import open_run
-from farspan.report.page import environment, page, write_page
+from farspan.report.page import render_page, template_environment, write_page
 from farspan.runtime.training.events import EventLog
 from tests.report.fake_run import (
     CORPUS,
@@ -105,7 +105,7 @@ def failed_run(folder: Path) -> Path:
 
 @pytest.mark.parametrize("make", [tiny_run, stepless_run, failed_run, resumed_run])
 def test_the_page_is_well_formed_and_needs_no_network(tmp_path, make):
-    html = page(open_run(make(tmp_path / "run")))
+    html = render_page(open_run(make(tmp_path / "run")))
     reader = Reader(html)
     # The files that the page holds as links name the SVG namespace.
     written = re.sub(r'"data:[^"]+"', "", html) + "".join(map(unquote, reader.links("data:")))
@@ -125,7 +125,7 @@ def test_the_page_is_well_formed_and_needs_no_network(tmp_path, make):
 
 def test_everything_of_the_run_is_there(tmp_path):
     run = open_run(resumed_run(tmp_path / "my run"))
-    reader = Reader(page(run))
+    reader = Reader(render_page(run))
     text = " ".join(" ".join(reader.texts).split())
     for part in (
         "my run",
@@ -158,7 +158,7 @@ def test_everything_of_the_run_is_there(tmp_path):
 
 def test_the_links_hold_each_figure_and_its_points(tmp_path):
     run = open_run(resumed_run(tmp_path / "run", steps=120))
-    reader = Reader(page(run))
+    reader = Reader(render_page(run))
     drawings = reader.links("data:image/svg+xml")
     tables = reader.links("data:text/csv")
     assert len(drawings) == len(tables) == 6
@@ -185,12 +185,12 @@ def test_blank_lines_of_a_sample_are_one(tmp_path):
     run = open_run(resumed_run(tmp_path / "run"))
     sample = msgspec.structs.replace(run.history.samples[-1], text="one\n \n\n\n  two\nthree")
     history = msgspec.structs.replace(run.history, samples=(sample,))
-    assert "one\n\n  two\nthree</pre>" in page(msgspec.structs.replace(run, history=history))
+    assert "one\n\n  two\nthree</pre>" in render_page(msgspec.structs.replace(run, history=history))
 
 
 def test_names_of_levels_are_drawn_over_every_line(tmp_path):
-    chart = figures(open_run(resumed_run(tmp_path / "run")))[0]
-    drawn = str(environment().get_template("chart.svg").module.drawing(chart, chart.text))
+    chart = run_charts(open_run(resumed_run(tmp_path / "run")))[0]
+    drawn = str(template_environment().get_template("chart.svg").module.drawing(chart, chart.text))
     assert drawn.index('class="note"') > max(
         drawn.rindex(f'class="{line}"') for line in ("level", "mark", "grid")
     )
@@ -212,9 +212,13 @@ def test_steps_that_overflowed_have_no_gradient_norm(tmp_path, skipped):
     run = open_run(folder)
     unknown = [timed.step.grad_norm is None for timed in run.history.steps]
     assert unknown == [step <= skipped for step in range(1, 41)]
-    drawn = {chart.name: chart for chart in figures(run)}
+    drawn = {chart.name: chart for chart in run_charts(run)}
     assert len(drawn) == (6 if skipped < 40 else 5)
-    assert ("Gradient norm" in Reader(page(run)).texts) == ("grad-norm" in drawn) == (skipped < 40)
+    assert (
+        ("Gradient norm" in Reader(render_page(run)).texts)
+        == ("grad-norm" in drawn)
+        == (skipped < 40)
+    )
     for series in drawn["grad-norm"].series if skipped < 40 else ():
         assert [value is None for value in series.values] == unknown
 
@@ -224,7 +228,7 @@ def test_a_hundred_thousand_steps_make_a_small_page(tmp_path):
     folder = write_run(
         tmp_path / "run", train_events(plan, first=0, last=100_000, at=START, reason="done"), plan
     )
-    assert len(page(open_run(folder)).encode()) < 1_000_000
+    assert len(render_page(open_run(folder)).encode()) < 1_000_000
 
 
 def test_the_same_events_give_the_same_bytes(tmp_path):
@@ -247,7 +251,7 @@ def test_hostile_text_stays_text(tmp_path):
     ]
     folder = write_run(tmp_path / nasty.replace("/", "_"), events, plan)
     (folder / "run.yaml").write_text(nasty)
-    reader = Reader(page(open_run(folder)))
+    reader = Reader(render_page(open_run(folder)))
     assert [tag for tag, name, _ in reader.attributes if tag == "img" or name == "onerror"] == []
     assert any(nasty in text for text in reader.texts)
 
@@ -260,7 +264,7 @@ def chart(values: list[float | None], **more) -> Chart:
     return Chart("n", "t", Axis("x", [float(i) for i in range(len(values))]), series, **more)
 
 
-DRAWING = environment().get_template("chart.svg").module
+DRAWING = template_environment().get_template("chart.svg").module
 
 
 FINITE = st.floats(-1e9, 1e9, allow_subnormal=False)
@@ -288,7 +292,7 @@ def test_ticks_are_few_inside_and_ascending(low, span):
     assert found == sorted(found) and found[0] >= low - slack and found[-1] <= low + span + slack
 
 
-@given(st.integers(0, 10**6), st.integers(2 * GROUPS + 1, 5000))
+@given(st.integers(0, 10**6), st.integers(2 * MAX_GROUPS + 1, 5000))
 def test_thinning_keeps_extremes_ends_and_validations(seed, count):
     import random
 
@@ -305,7 +309,7 @@ def test_thinning_keeps_extremes_ends_and_validations(seed, count):
     thinned = thin(marked)
     values = whole.series[0].values
     x = thinned.x.values
-    assert len(x) <= 2 * GROUPS + 3
+    assert len(x) <= 2 * MAX_GROUPS + 3
     assert min(thinned.series[0].values) == min(values) and max(thinned.series[0].values) == max(
         values
     )
@@ -326,8 +330,8 @@ def test_short_charts_are_drawn_whole():
 
 
 def test_smoothing_by_hand():
-    assert smooth([3.0, 6.0, 0.0, 9.0]) == [3.0, 3.0, 5.0, 9.0]
-    assert smooth([]) == []
+    assert moving_mean([3.0, 6.0, 0.0, 9.0]) == [3.0, 3.0, 5.0, 9.0]
+    assert moving_mean([]) == []
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ from farspan.domain.units import format_bytes
 from farspan.estimate.price import price
 from farspan.estimate.traffic import between_sites, traffic
 from farspan.planning.why import costs_of
-from farspan.report.plan_page import Told, plan_page
+from farspan.report.plan_page import PageText, plan_page
 from farspan.report.plan_picture import Picture, picture
 from farspan.report.plan_terminal import show
 from tests.planning.worlds import ranking
 
-TOLD = Told(
+TOLD = PageText(
     title="data & more",
     question="q",
     choice="c",

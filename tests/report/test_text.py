@@ -8,11 +8,11 @@ from farspan.domain.forecast import Counted
 from farspan.domain.results import Finished, Rescheduled, Saved, Validated, Warned
 from farspan.domain.units import short_time
 from farspan.estimate.forecast import forecast
-from farspan.report.figures import figures
+from farspan.report.figures import run_charts
 from farspan.report.history import open_run
-from farspan.report.measure import measure
-from farspan.report.page import page
-from farspan.report.text import plan_line, references, report, summary, table
+from farspan.report.measure import measure_run
+from farspan.report.page import render_page
+from farspan.report.text import align_table, entropy_rows, plan_line, run_report, run_summary
 from tests.report.fake_run import (
     CORPUS,
     ESTIMATE,
@@ -57,14 +57,16 @@ def test_report_shows_predicted_and_reached_validation_loss_with_the_difference(
     foretold = msgspec.structs.replace(run, forecast=expected)
     reached = run.history.validations[-1].loss
     (row,) = [
-        line for line in report(foretold).splitlines() if line.startswith("validation loss  ")
+        line for line in run_report(foretold).splitlines() if line.startswith("validation loss  ")
     ]
     assert (
         f"{expected.loss:.3f}" in row
         and f"{reached:.3f}" in row
         and f"{reached - expected.loss:+.3f}" in row
     )
-    assert not [line for line in report(run).splitlines() if line.startswith("validation loss  ")]
+    assert not [
+        line for line in run_report(run).splitlines() if line.startswith("validation loss  ")
+    ]
 
 
 def test_report_uses_singular_nouns_for_one(tmp_path):
@@ -82,14 +84,14 @@ def test_report_uses_singular_nouns_for_one(tmp_path):
         started(19.0, 1),
         one_step(20.0, 2),
     ]
-    text = report(open_run(write_run(tmp_path / "run", events[:4], make_plan(2))))
+    text = run_report(open_run(write_run(tmp_path / "run", events[:4], make_plan(2))))
     assert "resumed 1 time, 1 step done twice or lost" in text and "run time of 1 step " in text
-    text = report(open_run(write_run(tmp_path / "run", events, make_plan(2))))
+    text = run_report(open_run(write_run(tmp_path / "run", events, make_plan(2))))
     assert "resumed 2 times, 1 step done twice or lost" in text
 
 
 def test_report_of_a_whole_run(tmp_path):
-    text = report(open_run(resumed_run(tmp_path / "demo", steps=200)))
+    text = run_report(open_run(resumed_run(tmp_path / "demo", steps=200)))
     assert "searched, not trained on: 410 exact and 1,233 near duplicates" in text.splitlines()
     assert text.startswith("demo: gpt2-like")
     assert "completed all 200 steps · resumed 2 times, 6 steps done twice or lost" in text
@@ -109,7 +111,7 @@ def test_report_of_a_failed_run_shows_the_error_and_resume_command(tmp_path):
     folder = write_run(
         tmp_path / "my run", train_events(plan, first=0, last=30, at=START, reason="failed"), plan
     )
-    text = summary(open_run(folder))
+    text = run_summary(open_run(folder))
     assert "failed · step 30 of 100" in text
     assert "error[non-finite]" in text
     assert text.endswith(f"farspan resume '{folder}'")
@@ -123,7 +125,7 @@ def test_a_partial_run_is_compared_with_its_share_of_the_prediction(tmp_path):
     estimate = msgspec.structs.replace(ESTIMATE, step_s=0.1, workload=work, interval=(0.5, 2.0))
     start = msgspec.structs.replace(started(0.0, plan=plan), estimate=estimate)
     events = [start, *(one_step(0.2 * n, n, step_s=0.2) for n in range(1, 51))]
-    text = report(open_run(write_run(tmp_path / "run", events, plan)))
+    text = run_report(open_run(write_run(tmp_path / "run", events, plan)))
     line = next(line for line in text.splitlines() if "run time" in line)
     assert line.split("  ")[0] == "run time of 50 steps"
     assert line.split()[-1] == "2.00" and "5.0 s" in line and "10 s" in line
@@ -135,17 +137,17 @@ def test_a_partial_run_is_compared_with_its_share_of_the_prediction(tmp_path):
     start = msgspec.structs.replace(
         started(0.0, plan=plan), estimate=msgspec.structs.replace(estimate, workload=work)
     )
-    text = report(open_run(write_run(tmp_path / "short", [start, *events[1:]], plan)))
+    text = run_report(open_run(write_run(tmp_path / "short", [start, *events[1:]], plan)))
     assert "5.6 s" in next(line for line in text.splitlines() if "run time of 50 steps" in line)
 
 
 def test_before_the_first_step_there_is_still_a_summary(tmp_path):
-    text = report(open_run(write_run(tmp_path / "run", [started(0.0)], make_plan(5))))
+    text = run_report(open_run(write_run(tmp_path / "run", [started(0.0)], make_plan(5))))
     assert "still running, or killed · step 0 of 5" in text
 
 
 def test_table_columns_line_up():
-    assert table([("a", "bb"), ("long", "1")]) == ["a     bb", "--------", "long   1"]
+    assert align_table([("a", "bb"), ("long", "1")]) == ["a     bb", "--------", "long   1"]
 
 
 def test_short_times_keep_three_digits():
@@ -180,7 +182,7 @@ def told(folder, *validations, train_loss: float = 6.0) -> tuple[str, str]:
             folder, sorted([started(0.0), *steps, *validations], key=lambda e: e.at), make_plan(3)
         )
     )
-    return report(run), page(run)
+    return run_report(run), render_page(run)
 
 
 def test_report_shows_token_count_and_standard_error_of_validation_losses(tmp_path):
@@ -229,7 +231,7 @@ def learned(folder, train_losses, *validations, epochs: float = 3.0) -> str:
     steps = [msgspec.structs.replace(step, tokens=each) for step in steps]
     last = len(steps)
     told = [msgspec.structs.replace(event, step=last, at=10.0 * last) for event in validations]
-    return report(open_run(write_run(folder, [started(0.0), *steps, *told], make_plan(last))))
+    return run_report(open_run(write_run(folder, [started(0.0), *steps, *told], make_plan(last))))
 
 
 def test_report_warns_of_a_loss_above_the_unigram_entropy_with_a_fix(tmp_path):
@@ -269,7 +271,7 @@ def test_a_training_loss_that_rises_late_is_a_rate_that_was_too_high(tmp_path):
 def test_summary_has_the_speed_of_steps_and_that_of_the_whole_run(tmp_path):
     plan = make_plan(4)
     steps = [one_step(40.0 * n, n, step_s=0.5, tokens=1000) for n in (1, 2, 3, 4)]
-    text = summary(open_run(write_run(tmp_path / "run", [started(0.0), *steps], plan)))
+    text = run_summary(open_run(write_run(tmp_path / "run", [started(0.0), *steps], plan)))
     assert "4 k tokens in 2 min 40 s, 25 tokens/s with all else" in text
     assert "2,000 tokens/s within steps" in text
 
@@ -298,8 +300,8 @@ def test_warnings_that_later_events_made_past_are_not_repeated_at_the_end(tmp_pa
             [started(0.0), *steps, unsaved, spike, fits, *more], key=lambda event: event.at
         )
         run = open_run(write_run(tmp_path / name, events, plan))
-        text = summary(run)
-        html = page(run)
+        text = run_summary(run)
+        html = render_page(run)
         banner = html.split("<dl")[0]
         for shown in (text, banner):
             assert ("step 1: no checkpoint could be written" in shown) == repeated
@@ -323,7 +325,7 @@ def test_endings_do_not_count_to_a_total_that_only_the_time_decides(tmp_path):
     ):
         end = Finished(at=31.0, step=300, reason=reason, seconds=31.0)
         run = open_run(write_run(tmp_path / reason, [started(0.0), *steps, end], plan))
-        assert summary(run).splitlines()[0] == first
+        assert run_summary(run).splitlines()[0] == first
 
 
 def test_chart_and_table_have_the_same_entropies_and_the_same_last_loss(tmp_path):
@@ -340,8 +342,8 @@ def test_chart_and_table_have_the_same_entropies_and_the_same_last_loss(tmp_path
     steps = [one_step(10.0 * n, n) for n in (1, 2, 3)]
     events = sorted([started(0.0), *steps, first, last], key=lambda event: event.at)
     run = open_run(write_run(tmp_path / "run", events, make_plan(3)))
-    (chart,) = [one for one in figures(run) if one.name == "loss-tokens"]
-    rows = references(run, measure(run))
+    (chart,) = [one for one in run_charts(run) if one.name == "loss-tokens"]
+    rows = entropy_rows(run, measure_run(run))
     assert [(name, f"{nats:.3f}") for name, nats in chart.levels] == [
         (f"{name} entropy", entropy) for name, entropy, _, _ in rows
     ]

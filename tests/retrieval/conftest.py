@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from farspan.corpus.tokenizer import Tokenizer, train
+from farspan.corpus.tokenizer import Tokenizer, train_tokenizer
 from farspan.domain.corpus import Document
 from farspan.domain.model import ModelSpec
 from farspan.retrieval.chunk import Chunk, chunk_document
@@ -12,7 +12,7 @@ from farspan.retrieval.embed import Embedder
 from farspan.retrieval.index import FitSettings
 from farspan.retrieval.pairs import Pairs
 from farspan.retrieval.stores import Vectors
-from farspan.runtime.model.decoder import Decoder, initialise
+from farspan.runtime.model.decoder import Decoder, initialize_model
 
 TOPICS = {
     "socket": "network connection server address port listen accept packet",
@@ -83,7 +83,7 @@ def documents() -> list[Document]:
 
 @pytest.fixture(scope="session")
 def tokenizer(documents):
-    return train((document.text for document in documents), 512)
+    return train_tokenizer((document.text for document in documents), 512)
 
 
 @pytest.fixture(scope="session", params=["gpt2", "llama"])
@@ -105,5 +105,5 @@ def model(request, tokenizer) -> Decoder:
         tied=True,
     )
     model = Decoder(spec).eval()
-    initialise(model, 5)
+    initialize_model(model, 5)
     return model

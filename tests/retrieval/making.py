@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from farspan.corpus.copies import Copies
-from farspan.corpus.tokenizer import Tokenizer, train
+from farspan.corpus.tokenizer import Tokenizer, train_tokenizer
 from farspan.domain.corpus import Document
 from farspan.domain.model import ModelSpec
 from farspan.retrieval.build import build
@@ -26,14 +26,14 @@ from farspan.retrieval.fitting import Task
 from farspan.retrieval.index import Index, IndexManifest, Origin, Recipe
 from farspan.retrieval.queries import Query
 from farspan.retrieval.work import IndexWork
-from farspan.runtime.model.decoder import Decoder, initialise
+from farspan.runtime.model.decoder import Decoder, initialize_model
 from tests.retrieval.conftest import make_documents
 
 BEGUN = "begun"
 HALTED = "halted"
 ORIGIN = Origin(model="m", tokenizer="t")
 DOCUMENTS = make_documents(200)
-TOKENIZER = train((document.text for document in DOCUMENTS[:60]), 512)
+TOKENIZER = train_tokenizer((document.text for document in DOCUMENTS[:60]), 512)
 SPEC = ModelSpec(
     family="llama",
     layers=2,
@@ -53,7 +53,7 @@ SPEC = ModelSpec(
 
 def model(seed: int) -> Decoder:
     made = Decoder(SPEC).eval()
-    initialise(made, seed)
+    initialize_model(made, seed)
     return made
 
 
@@ -105,7 +105,7 @@ def make(
             train=170,
             origin=origin,
             recipe=Recipe(**recipe),
-            say=say,
+            write_line=say,
             work=work,
             refit=refit,
             source=source,

@@ -11,7 +11,7 @@ from farspan.retrieval.embed import Embedder
 from farspan.retrieval.index import FitSettings
 from farspan.retrieval.pairs import Pairs
 from farspan.retrieval.pooling import Processes
-from farspan.retrieval.tuning import tune, vectors_of
+from farspan.retrieval.tuning import embed_texts, fit_embedder
 from tests.retrieval.conftest import fit, paired
 
 TEXTS = [
@@ -117,9 +117,9 @@ def _hit(passages, texts, said, asked, fit) -> float:
     pairs = paired([""] * known, range(known), known)
     bags = (said[:known], asked[:known])
     features = (passages[:known], texts[:known])
-    fitted = tune(bags, features, torch.ones(80), pairs, passages.shape[1], fit)
-    a = vectors_of(fitted, said[known:], passages[known:], "passage")
-    b = vectors_of(fitted, asked[known:], texts[known:], "query")
+    fitted = fit_embedder(bags, features, torch.ones(80), pairs, passages.shape[1], fit)
+    a = embed_texts(fitted, said[known:], passages[known:], "passage")
+    b = embed_texts(fitted, asked[known:], texts[known:], "query")
     return float(((b @ a.T).argmax(1) == np.arange(500)).mean())
 
 
@@ -133,7 +133,7 @@ def test_hard_negatives_are_moved_apart_from_texts_like_them():
     for given in (False, True):
         negatives = [[row + 1] * given for row in right]
         pairs = Pairs([""] * 200, list(range(200)), right, negatives, np.arange(400))
-        fitted = tune(
+        fitted = fit_embedder(
             (said, [[0]] * 200),
             (features, features[:200]),
             torch.ones(60),
@@ -141,8 +141,8 @@ def test_hard_negatives_are_moved_apart_from_texts_like_them():
             4,
             FitSettings(batch=32),
         )
-        asked = vectors_of(fitted, [[0]], features[:1], "query")[0]
-        apart = vectors_of(fitted, said, features, "passage") @ asked
+        asked = embed_texts(fitted, [[0]], features[:1], "query")[0]
+        apart = embed_texts(fitted, said, features, "passage") @ asked
         assert (apart[::2].mean() - apart[1::2].mean() > 0.2) == given
 
 

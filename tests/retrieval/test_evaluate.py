@@ -5,9 +5,15 @@ import math
 import numpy as np
 
 from farspan.domain.corpus import Document
-from farspan.retrieval.evaluate import WEIGHTS, ModelVectors, choose, evaluate, table
+from farspan.retrieval.evaluate import (
+    WEIGHTS,
+    ModelVectors,
+    choose_settings,
+    evaluate,
+    format_evaluation,
+)
 from farspan.retrieval.lexical import Lexical
-from farspan.retrieval.queries import BODY_WORDS, Queries, Query, body_of, choose_queries
+from farspan.retrieval.queries import MIN_BODY_WORDS, Queries, Query, body_of, choose_queries
 from farspan.retrieval.rank import DEPTH, by_document, fuse, query_form
 
 
@@ -42,8 +48,8 @@ def test_validation_documents_come_first_and_tuning_is_apart():
 def test_documents_without_a_body_are_not_asked_for():
     documents = [
         make(0, ""),
-        make(1, " word " * (BODY_WORDS - 1)),
-        make(2, " word " * BODY_WORDS),
+        make(1, " word " * (MIN_BODY_WORDS - 1)),
+        make(2, " word " * MIN_BODY_WORDS),
         make(3),
     ]
     assert [
@@ -163,7 +169,9 @@ def test_systems_are_measured_as_a_plain_loop_does():
         10,
         2,
     )
-    assert "the titles of 6 validation documents and 4 training documents" in table(result)
+    assert "the titles of 6 validation documents and 4 training documents" in format_evaluation(
+        result
+    )
 
 
 def test_a_kind_of_few_queries_has_no_table():
@@ -176,7 +184,7 @@ def test_a_kind_of_few_queries_has_no_table():
     titles = [Query(f"word{n}", (n,)) for n in range(6)]
     own = [Query("word9", (9,), "own")]
     queries = Queries([*titles, *own], [Query("word11", (11,))], 0)
-    shown = table(evaluate(bodies, range(12), queries, {"model": side}, seed=0))
+    shown = format_evaluation(evaluate(bodies, range(12), queries, {"model": side}, seed=0))
     assert "6 title queries" in shown and "1 own query: too few to measure on" in shown
     assert shown.count("nDCG@10  MRR@10") == 1
 
@@ -209,7 +217,7 @@ def chosen_on(kinds: dict[str, tuple[int, float]], seed: int):
     side = ModelVectors(eye, eye[:0], eye[places])
     # The right document is second by words, behind one that every query finds.
     bodies = ["same same", *["same other words"] * (documents - 1)]
-    return choose(bodies, range(documents), asked, side, 0)
+    return choose_settings(bodies, range(documents), asked, side, 0)
 
 
 def test_searches_answer_with_words_unless_vectors_find_more_of_every_kind():
@@ -220,7 +228,7 @@ def test_searches_answer_with_words_unless_vectors_find_more_of_every_kind():
         <= chosen_on({"title": (60, 1.0)}, 0).gain.interval[0]
     )
     assert (
-        choose(
+        choose_settings(
             ["a b", "c d"], range(2), [], ModelVectors(*[np.eye(2, dtype=np.float32)] * 3), 0
         ).default
         == "bm25"
@@ -235,7 +243,7 @@ def test_vectors_that_find_less_than_words_are_not_asked():
     questions = [Query(f"word{n}", (n,), "question") for n in range(20, 40)]
     eye = np.eye(40, dtype=np.float32)
     side = ModelVectors(eye, eye[:0], np.concatenate([eye[:20], 5 * eye[[0] * 20]]))
-    found = choose(bodies, range(40), [*titles, *questions], side, 0)
+    found = choose_settings(bodies, range(40), [*titles, *questions], side, 0)
     assert found.gain.interval[0] > 0 or found.default == "bm25"
     assert found.weight == min(WEIGHTS), "a small weight finds the titles and leaves the questions"
 

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.retrieval.metrics import bootstrap, hit, mrr, ndcg, ranks, recall
+from farspan.retrieval.metrics import bootstrap_interval, hit, mrr, ndcg, recall, relevant_ranks
 
 
 def test_metrics_are_those_computed_by_hand():
     scores = np.array([0.1, 0.9, 0.5, 0.5, 0.3])
-    assert ranks(scores, [1]).tolist() == [1]
-    assert ranks(scores, [2]).tolist() == [3], "a tie is lost"
-    assert ranks(scores, [2, 3]).tolist() == [2, 3]
-    assert ranks(scores, [0, 1]).tolist() == [1, 5]
+    assert relevant_ranks(scores, [1]).tolist() == [1]
+    assert relevant_ranks(scores, [2]).tolist() == [3], "a tie is lost"
+    assert relevant_ranks(scores, [2, 3]).tolist() == [2, 3]
+    assert relevant_ranks(scores, [0, 1]).tolist() == [1, 5]
     assert ndcg(np.array([3]), 10) == 1 / math.log2(4)
     assert ndcg(np.array([11]), 10) == 0
     assert ndcg(np.array([1, 2]), 10) == 1
@@ -35,7 +35,7 @@ def test_ranks_are_those_of_a_sort(case):
     scores, relevant = case
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i in relevant))
     expected = [1 + place for place, i in enumerate(order) if i in relevant]
-    assert ranks(np.array(scores, float), sorted(relevant)).tolist() == expected
+    assert relevant_ranks(np.array(scores, float), sorted(relevant)).tolist() == expected
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -52,7 +52,7 @@ def test_values_are_those_of_trec_eval(seed: int):
     ranked = {"q": {f"d{n}": float(score) for n, score in enumerate(scores)}}
     evaluator = pytrec_eval.RelevanceEvaluator(judged, {"ndcg_cut.10", "recall.100", "recip_rank"})
     found = evaluator.evaluate(ranked)["q"]
-    own = ranks(scores, relevant)
+    own = relevant_ranks(scores, relevant)
     assert ndcg(own, 10) == pytest.approx(found["ndcg_cut_10"])
     assert recall(own, 100) == pytest.approx(found["recall_100"])
     assert mrr(own, len(scores)) == pytest.approx(found["recip_rank"])
@@ -61,17 +61,17 @@ def test_values_are_those_of_trec_eval(seed: int):
 def test_the_interval_is_that_of_every_possible_resample():
     differences = np.array([1.0, 0.0, 0.0, -1.0, 1.0])
     means = [np.mean(draw) for draw in itertools.product(differences, repeat=5)]
-    low, high = bootstrap(differences, seed=3)
+    low, high = bootstrap_interval(differences, seed=3)
     assert (low, high) == (np.quantile(means, 0.025), np.quantile(means, 0.975))
-    assert bootstrap(differences, seed=3) == (low, high)
-    assert bootstrap(np.full(7, 0.25), seed=0) == (0.25, 0.25)
+    assert bootstrap_interval(differences, seed=3) == (low, high)
+    assert bootstrap_interval(np.full(7, 0.25), seed=0) == (0.25, 0.25)
 
 
 def test_intervals_cover_the_true_mean_about_95_times_in_100():
     generator = np.random.default_rng(0)
     covered = 0
     for trial in range(200):
-        low, high = bootstrap(
+        low, high = bootstrap_interval(
             generator.choice([-1.0, 0.0, 1.0], 300, p=[0.1, 0.7, 0.2]), seed=trial, resamples=500
         )
         covered += low <= 0.1 <= high

@@ -10,7 +10,7 @@ from farspan.domain.corpus import Document
 from farspan.domain.problems import Refusal
 from farspan.retrieval.build import build
 from farspan.retrieval.chunk import Chunk
-from farspan.retrieval.evaluate import Evaluation, exact
+from farspan.retrieval.evaluate import Evaluation, exact_search
 from farspan.retrieval.fitting import Task
 from farspan.retrieval.index import Index, IndexManifest, Origin, Recipe, VectorSet, read_manifest
 from farspan.retrieval.rank import query_form
@@ -37,7 +37,7 @@ def make(path, model, tokenizer, documents, **changes) -> tuple[IndexManifest, l
         model=model,
         tokenizer=tokenizer,
         documents=documents,
-        say=said.append,
+        write_line=said.append,
         work=IndexWork(),
         **options,
     )
@@ -281,7 +281,7 @@ def test_a_long_word_has_a_snippet():
 
 def test_an_evaluation_finds_the_passages_that_a_search_finds(index):
     count = index.manifest.chunks
-    compared = exact(index.passages.rows_N["document"], index.vectors(np.arange(count)))
+    compared = exact_search(index.passages.rows_N["document"], index.vectors(np.arange(count)))
     for query in ("port of a socket", "tensor product"):
         asked = index.embedder.queries([query_form(query)])[0]
         rows, scores = nearest(index, asked, 40, {})

@@ -19,7 +19,7 @@ from farspan.retrieval.index import FitSettings
 from farspan.retrieval.rank import query_form
 from farspan.retrieval.sentence_transformers import write_sentence_transformers
 from farspan.runtime.inference import Trained
-from farspan.runtime.model.decoder import Decoder, initialise
+from farspan.runtime.model.decoder import Decoder, initialize_model
 from tests.retrieval.conftest import fit, paired
 
 pytestmark = pytest.mark.slow
@@ -71,7 +71,7 @@ def trained(request, tokenizer) -> Trained:
     )
     model = Decoder(spec).eval()
     generator = torch.Generator().manual_seed(3)
-    initialise(model, 5)
+    initialize_model(model, 5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):

@@ -7,7 +7,7 @@ import torch
 
 from farspan.retrieval.index import FitSettings
 from farspan.retrieval.pairs import Pairs
-from farspan.retrieval.tuning import tune
+from farspan.retrieval.tuning import fit_embedder
 from farspan.retrieval.work import IndexWork
 
 
@@ -30,7 +30,7 @@ def test_steps_are_as_many_as_the_time_is_enough_for(seconds, steps):
     shares = []
     work = IndexWork(lambda: float(next(ticks)), lambda work: shares.append(work.share))
     work.expect("fitting", 40)
-    fitted = tune(
+    fitted = fit_embedder(
         (bags, asked),
         pooled,
         torch.ones(31),

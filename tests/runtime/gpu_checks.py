@@ -23,7 +23,7 @@ from farspan.domain.results import Finished, Started, Step, Validated, read_even
 from farspan.domain.run import RunFolder
 from farspan.domain.train import Muon, Optimizer, Precision, Regularization, TrainSpec
 from farspan.runtime.comm.topology import Topology
-from farspan.runtime.model.decoder import Decoder, drawn, load_whole
+from farspan.runtime.model.decoder import Decoder, initial_parameters, load_whole
 from farspan.runtime.model.dropout import Dropout
 from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.parallel.pipeline import Batch
@@ -85,7 +85,7 @@ def check_gradients(device: torch.device, precision: Precision, compiled: bool) 
     """Compare the loss and each gradient of two microbatches with one process in float64."""
     train = TrainSpec(steps=1, batch=ROWS, seq_len=LENGTH, precision=precision, seed=1)
     executor = Executor(Topology(plan(train, device.type, microbatches=2), 0), device)
-    executor.load(drawn(SPEC, 1))
+    executor.load(initial_parameters(SPEC, 1))
     if compiled:
         compile_blocks(executor.model, device)
     whole = tokens()
@@ -96,7 +96,7 @@ def check_gradients(device: torch.device, precision: Precision, compiled: bool) 
 
     outcome = executor.gradients(whole.numpy(), read, 1 / (ROWS * LENGTH))
     reference = Decoder(SPEC, attention="vanilla")
-    for name, value in drawn(SPEC, 1):
+    for name, value in initial_parameters(SPEC, 1):
         load_whole(reference, name, value)
     reference = copy.deepcopy(reference).double()
     logits = reference(whole[:, :-1])
@@ -132,7 +132,7 @@ def check_updates(device: torch.device, optimizer: Optimizer) -> dict[str, float
     on_cpu, losses_on_cpu = weights_after_steps(torch.device("cpu"), train)
     on_device, losses = weights_after_steps(device, train)
     first = Executor(Topology(plan(train, "cpu", microbatches=1), 0), torch.device("cpu"))
-    first.load(drawn(SPEC, 1))
+    first.load(initial_parameters(SPEC, 1))
     moved = on_cpu - torch.cat([master.clone() for master in first.state.master])
     loss_error = max(abs(a - b) / b for a, b in zip(losses, losses_on_cpu, strict=True))
     movement_error = float((on_device - on_cpu).norm()) / float(moved.norm())
@@ -144,7 +144,7 @@ def check_updates(device: torch.device, optimizer: Optimizer) -> dict[str, float
 def weights_after_steps(device: torch.device, train: TrainSpec) -> tuple[torch.Tensor, list[float]]:
     """The master weights after the steps of `train`, and the summed loss of each step."""
     executor = Executor(Topology(plan(train, device.type, microbatches=1), 0), device)
-    executor.load(drawn(SPEC, 1))
+    executor.load(initial_parameters(SPEC, 1))
     whole = tokens()
     dropout = Dropout(0.1, torch.arange(ROWS, dtype=torch.int32, device=device))
     batch = Batch(whole[:, :-1].to(device), whole[:, 1:].to(device), dropout)

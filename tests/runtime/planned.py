@@ -11,11 +11,11 @@ from msgspec.structs import replace
 
 from farspan import models
 from farspan.domain.cluster import Cluster, DataSheet, Device, Host, Link, Site
-from farspan.domain.engine import engine
-from farspan.domain.model import ModelSpec, parameters
+from farspan.domain.engine import load_engine
+from farspan.domain.model import ModelSpec, count_parameters
 from farspan.domain.plan import Plan, Replica, Stage
 from farspan.domain.train import TrainSpec
-from farspan.planning.rank import rank
+from farspan.planning.rank import rank_plans
 from tests.runtime.plans import TRAIN
 
 GB = 10**9
@@ -99,7 +99,7 @@ def planned(seed: int) -> tuple[Plan, ...]:
 def _planned(seed: int) -> Iterator[Plan]:
     rng = random.Random(seed)
     train = TrainSpec(steps=1000, batch=rng.choice((8, 12, 16)), seq_len=256, precision="fp32")
-    ranking = rank(random_model(rng), random_cluster(rng), train, engine("farspan"))
+    ranking = rank_plans(random_model(rng), random_cluster(rng), train, load_engine("farspan"))
     seen = set[object]()
     for one in ranking.candidates:
         if (key := structure(one.plan)) not in seen:
@@ -147,7 +147,7 @@ def shrunk(plan: Plan) -> Plan:
     """The same plan for a model of the same layers and heads, and of dims that divide alike."""
     spec = plan.model
     small = replace(spec, d_model=4 * spec.heads, d_ff=48, vocab_size=336, context=12)
-    share = parameters(small) / parameters(spec)
+    share = count_parameters(small) / count_parameters(spec)
     train = replace(TRAIN, batch=plan.train.batch, recompute=plan.train.recompute)
     return replace(
         plan,

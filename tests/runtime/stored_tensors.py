@@ -15,7 +15,7 @@ from farspan.runtime.checkpoint.stored import OwnedSlice, Stored
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, by name."""
-    manifest = checkpoint.read(path)
+    manifest = checkpoint.read_checked_manifest(path)
     with Stored(path, manifest.tensors) as stored:
         return {name: stored.whole(name) for name in manifest.tensors}
 
@@ -51,6 +51,6 @@ def write(
 
 
 def write_one(path: Path, values: Mapping[str, torch.Tensor], progress: TrainerState) -> None:
-    checkpoint.begin(path, checkpoint.HEADERS, progress.epoch)
+    checkpoint.make_folder(path, checkpoint.HEADERS, progress.epoch)
     checkpoint.write_part(path, 0, slices(values))
     checkpoint.commit(path, [0], progress)

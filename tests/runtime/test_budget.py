@@ -129,23 +129,23 @@ class Machine:
                 continue
             if unknown and step > 1:
                 self.read(4 * WINDOW)
-                self.budget.goes_on()
+                self.budget.restart_step_clock()
             if step % self.between < min(self.every, self.between) and step < steps:
                 self.read(self.work.validation_tokens)
-                self.budget.goes_on()
+                self.budget.restart_step_clock()
             due = self.now - saved_at >= self.work.checkpoint_every_s
-            heard.append(self.budget.say(step, steps, due))
+            heard.append(self.budget.propose_steps(step, steps, due))
             if heard[-1][2]:
                 saved_at = self.now
             if len(heard) <= self.later and step < steps:
                 continue
             new, share, save = heard.pop(0)
             steps = max(step, new)
-            if self.budget.hear(step, share, save):
+            if self.budget.take_proposal(step, share, save):
                 self.told.append(steps)
             if save and step < steps:
                 self.save()
-                self.budget.goes_on()
+                self.budget.restart_step_clock()
         self.end()
         return step
 

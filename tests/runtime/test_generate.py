@@ -7,7 +7,7 @@ import torch
 from msgspec.structs import replace
 
 from farspan.corpus import tokenizer as tokenizers
-from farspan.runtime.model.decoder import Decoder, drawn
+from farspan.runtime.model.decoder import Decoder, initial_parameters
 from farspan.runtime.model.generate import _sample_token, generate
 from farspan.runtime.model.kv_cache import KVCache
 from tests import tiny
@@ -30,7 +30,7 @@ LLAMA = replace(
 
 def model_of(spec) -> Decoder:
     model = Decoder(spec)
-    model.load_state_dict(dict(drawn(spec, 3)))
+    model.load_state_dict(dict(initial_parameters(spec, 3)))
     # Far from uniform, so that what is likeliest is clear.
     with torch.no_grad():
         for weight in model.parameters():
@@ -60,7 +60,7 @@ def test_states_are_those_of_the_whole_sequence(spec, parts):
 def test_tokens_are_those_of_windows_computed_whole(spec, temperature, top_k):
     """Also past the context, where the window slides."""
     model = model_of(spec)
-    tokenizer = tokenizers.train(["alpha beta gamma delta"] * 50, 300)
+    tokenizer = tokenizers.train_tokenizer(["alpha beta gamma delta"] * 50, 300)
     for seed in range(4):
         text = generate(
             model, tokenizer, "beta", tokens=60, temperature=temperature, top_k=top_k, seed=seed

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from farspan import models
 from farspan.domain.cluster import Cluster, DataSheet, Device, Host, Link, Site
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.domain.plan import Plan
 from farspan.domain.train import Muon, Regularization
 from farspan.estimate.price import estimate
@@ -222,5 +222,5 @@ def cluster(plan: Plan) -> Cluster:
 
 def test_every_plan_that_workers_can_run_has_a_finite_estimate():
     for plan in (*HAND_PICKED.values(), *map(random_plan, range(100))):
-        found = estimate(plan, models.graph(plan.model), cluster(plan), engine("farspan"))
+        found = estimate(plan, models.graph(plan.model), cluster(plan), load_engine("farspan"))
         assert 0 < found.step_s < math.inf and len(found.memory) == len(plan.devices)

@@ -36,7 +36,7 @@ from farspan.runtime.comm.sealed import (
     SealedStream,
     Server,
 )
-from farspan.runtime.comm.ship import NAMES, Shipment, ShipmentOffer
+from farspan.runtime.comm.ship import PART_FILES, Shipment, ShipmentOffer
 from tests import tiny, waiting
 from tests.ports import reserved_port
 from tests.runtime import jobs
@@ -173,15 +173,15 @@ def test_what_is_said_first_is_what_all_workers_hear(port: int):
     by_all(ends, lambda end: end.meet(3, port, LIMIT_S))
 
     def exchange(end: Notices) -> tuple[list[bytes], bytes]:
-        end.say(f"place/{end.rank}", f"of {end.rank}")
-        first = end.say_first("lost", f"named by {end.rank}")
+        end.send_to_all(f"place/{end.rank}", f"of {end.rank}")
+        first = end.send_first("lost", f"named by {end.rank}")
         return end.wait([f"place/{rank}" for rank in range(3)]), first
 
     (places, first), *others = by_all(ends, exchange)
     assert places == [b"of 0", b"of 1", b"of 2"]
     assert first in (b"named by 0", b"named by 1", b"named by 2")
     assert others == [(places, first)] * 2
-    assert by_all(ends, lambda end: end.say_first("lost", "another")) == [first] * 3
+    assert by_all(ends, lambda end: end.send_first("lost", "another")) == [first] * 3
     by_all(ends, lambda end: end.close())
 
 
@@ -225,7 +225,7 @@ def test_who_repeats_what_a_worker_has_sent_is_refused(port: int):
 
         threading.Thread(target=pass_on, daemon=True).start()
         second._add_connection(0, second._call_rank_0(between.getsockname()[1], math.inf))
-        second.say("lost", "1 silence")
+        second.send_to_all("lost", "1 silence")
         assert first.wait(["lost"], LIMIT_S) == [b"1 silence"]
         first._values.clear()
         with socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S) as connection:
@@ -234,9 +234,9 @@ def test_who_repeats_what_a_worker_has_sent_is_refused(port: int):
                 connection.sendall(recorded)
                 connection.shutdown(socket.SHUT_WR)
                 assert len(replies.read()) <= NONCE, "more than a random number"
-        second.say("version", "1")
+        second.send_to_all("version", "1")
         assert first.wait(["version"], LIMIT_S) == [b"1"]
-        assert first.heard("lost") is None
+        assert first.value_of("lost") is None
     for end in (first, second):
         end.close()
     between.close()
@@ -345,12 +345,14 @@ def test_rank_0_listens_where_the_others_call_it(monkeypatch: pytest.MonkeyPatch
     name, own = next(
         (name, ips[0]) for name, ips in by_name.items() if ips and not ips[0].startswith("127.")
     )
-    assert tcp.listening("127.0.0.1") == "127.0.0.1"
+    assert tcp.listen_address("127.0.0.1") == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
-    assert tcp.listening("127.0.0.1") == "127.0.0.1", "workers of one host, whatever its interface"
-    assert tcp.listening(own) == own
-    assert tcp.listening("localhost") == own, "a name that leads its own host to loopback"
-    assert tcp.listening("192.0.2.7") == own, "behind address translation"
+    assert tcp.listen_address("127.0.0.1") == "127.0.0.1", (
+        "workers of one host, whatever its interface"
+    )
+    assert tcp.listen_address(own) == own
+    assert tcp.listen_address("localhost") == own, "a name that leads its own host to loopback"
+    assert tcp.listen_address("192.0.2.7") == own, "behind address translation"
 
 
 # -- shipping
@@ -370,7 +372,7 @@ def offer(port: int) -> ShipmentOffer:
 
 
 def test_plan_and_tokens_are_sent_to_a_peer_with_the_secret(server: Server, tmp_path: Path):
-    for part in NAMES:
+    for part in PART_FILES:
         ship._fetch_part(offer(server.port), part, tmp_path / f"got-{part}", SECRET)
     assert (tmp_path / "got-corpus" / "train.bin").read_bytes() == (
         tmp_path / "corpus" / "train.bin"

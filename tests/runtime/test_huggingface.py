@@ -15,10 +15,10 @@ from tokenizers import models as token_models
 
 from farspan import models
 from farspan.corpus import tokenizer as tokenizers
-from farspan.domain.model import parameters
+from farspan.domain.model import count_parameters
 from farspan.domain.problems import Refusal
 from farspan.runtime.model import huggingface
-from farspan.runtime.model.decoder import Decoder, initialise
+from farspan.runtime.model.decoder import Decoder, initialize_model
 from farspan.runtime.model.generate import generate
 from tests.examples import few
 
@@ -65,7 +65,7 @@ def decoder(spec, seed=0):
     """A model whose every parameter is random, norms and biases too, so that no mistake hides
     behind ones and zeros."""
     model = Decoder(spec).eval()
-    initialise(model, seed)
+    initialize_model(model, seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -80,7 +80,7 @@ def random_tokens(spec):
 
 
 def export(folder, model, tokenizer, **options):
-    huggingface.export(
+    huggingface.export_model(
         folder, model.state_dict(), model.spec, tokenizer=tokenizer, end_of_text=0, **options
     )
     return folder
@@ -94,7 +94,7 @@ def test_exported_logits_equal_transformers(name, tmp_path, tokenizer):
         export(tmp_path / "hf", model, tokenizer)
     ).eval()
     assert theirs.dtype == torch.float32
-    assert sum(p.numel() for p in theirs.parameters()) == parameters(model.spec)
+    assert sum(p.numel() for p in theirs.parameters()) == count_parameters(model.spec)
     tokens_BS = random_tokens(model.spec)
     assert (theirs(tokens_BS).logits - model(tokens_BS)).abs().max() < 1e-4
     assert theirs.config.eos_token_id == 0
@@ -112,7 +112,7 @@ def test_imported_logits_equal_transformers(name, sharded, tmp_path):
         parameter.add_(0.1 * torch.randn(parameter.shape))
     theirs.save_pretrained(tmp_path, max_shard_size="50KB" if sharded else "1GB")
     assert (tmp_path / huggingface.INDEX).exists() == sharded
-    read_spec, state = huggingface.read(tmp_path)
+    read_spec, state = huggingface.read_model(tmp_path)
     assert read_spec == spec
     ours = Decoder(read_spec).eval()
     ours.load_state_dict(state, strict=True)
@@ -135,7 +135,7 @@ def test_a_mistral_folder_is_read(tmp_path):
     )
     theirs = transformers.MistralForCausalLM(config).eval()
     theirs.save_pretrained(tmp_path)
-    spec, state = huggingface.read(tmp_path)
+    spec, state = huggingface.read_model(tmp_path)
     ours = Decoder(spec).eval()
     ours.load_state_dict(state)
     tokens_BS = random_tokens(spec)
@@ -179,7 +179,9 @@ def test_a_round_trip_keeps_every_bit(
         tied=tied,
     )
     model = decoder(spec, seed)
-    read_spec, state = huggingface.read(export(tmp_path_factory.mktemp("round"), model, tokenizer))
+    read_spec, state = huggingface.read_model(
+        export(tmp_path_factory.mktemp("round"), model, tokenizer)
+    )
     assert read_spec == spec
     assert {n: t.shape for n, t in state.items()} == {
         n: p.shape for n, p in model.named_parameters()
@@ -190,7 +192,7 @@ def test_a_round_trip_keeps_every_bit(
 def test_bf16_export_halves_the_file_and_reads_back(tmp_path, tokenizer):
     model = decoder(build("llama"))
     folder = export(tmp_path / "bf16", model, tokenizer, dtype="bf16")
-    _, state = huggingface.read(folder)
+    _, state = huggingface.read_model(folder)
     assert all(torch.equal(state[n], p.detach().bfloat16()) for n, p in model.named_parameters())
     assert (
         transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").dtype
@@ -233,7 +235,7 @@ def test_transformers_writes_what_generate_writes(name, tmp_path, tokenizer):
     folder = export(tmp_path / "hf", model, tokenizer)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     words = transformers.AutoTokenizer.from_pretrained(folder)
-    ours = tokenizers.load(tokenizer)
+    ours = tokenizers.load_tokenizer(tokenizer)
     for prompt in PROMPTS:
         asked = words(prompt, return_tensors="pt")
         assert asked["input_ids"].tolist() == [[ours.end_of_text, *ours.encode(prompt)]]
@@ -270,7 +272,7 @@ def test_a_tokenizer_that_adds_ends_of_text_itself_adds_no_second_one(tmp_path, 
     given = with_processor(tokenizer, tmp_path / "given", processor)
     folder = export(tmp_path / "hf", decoder(build("llama")), given)
     loaded = transformers.AutoTokenizer.from_pretrained(folder)
-    assert loaded(TEXT)["input_ids"] == [0, *tokenizers.load(tokenizer).encode(TEXT)]
+    assert loaded(TEXT)["input_ids"] == [0, *tokenizers.load_tokenizer(tokenizer).encode(TEXT)]
 
 
 def test_an_exported_folder_is_a_tokenizer_with_the_same_ids_and_exports_as_itself(
@@ -279,8 +281,8 @@ def test_an_exported_folder_is_a_tokenizer_with_the_same_ids_and_exports_as_itse
     """As when `model.path` names the folder."""
     model = decoder(build("gpt2"))
     first = export(tmp_path / "first", model, tokenizer)
-    words = tokenizers.load(first)
-    before = tokenizers.load(tokenizer)
+    words = tokenizers.load_tokenizer(first)
+    before = tokenizers.load_tokenizer(tokenizer)
     assert words.encode(TEXT) == before.encode(TEXT)
     assert (words.end_of_text, words.vocab_size, words.engine) == (
         0,
@@ -312,13 +314,13 @@ def test_files_of_the_bare_model_are_read(tmp_path, tokenizer):
     }
     bare["h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
     save_file(bare, folder / huggingface.WEIGHTS)
-    _, state = huggingface.read(folder)
+    _, state = huggingface.read_model(folder)
     assert all(torch.equal(state[n], p) for n, p in model.named_parameters())
 
 
 def refusal(folder):
     with pytest.raises(Refusal) as caught:
-        huggingface.read(folder)
+        huggingface.read_model(folder)
     return caught.value.problem
 
 
@@ -380,7 +382,7 @@ def test_pickled_damaged_and_missing_weights_are_refused(tmp_path, tokenizer):
 def test_a_wrong_end_of_text_is_refused(tmp_path, tokenizer):
     model = decoder(build("gpt2"))
     with pytest.raises(Refusal) as caught:
-        huggingface.export(
+        huggingface.export_model(
             tmp_path / "x", model.state_dict(), model.spec, tokenizer=tokenizer, end_of_text=7
         )
     assert caught.value.problem.code == "tokenizer-mismatch"

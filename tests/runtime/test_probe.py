@@ -16,14 +16,14 @@ from farspan.domain.problems import Refusal
 from farspan.domain.train import TrainSpec
 from farspan.launch.processes import worker_environment
 from farspan.runtime.device import check_kind
-from farspan.runtime.probe import measure, quick
+from farspan.runtime.probe import lower_quartile, measure
 from tests import tiny
 
 
 def test_quick_is_the_minimum_of_few_steps_and_the_lower_quartile_of_more():
-    assert quick([3.0, 2.0]) == 2.0
-    assert quick([3.0, 2.0, 9.0]) == 2.0
-    assert quick([5.0, 1.0, 2.0, 3.0, 4.0, 6.0, 7.0]) == 2.0
+    assert lower_quartile([3.0, 2.0]) == 2.0
+    assert lower_quartile([3.0, 2.0, 9.0]) == 2.0
+    assert lower_quartile([5.0, 1.0, 2.0, 3.0, 4.0, 6.0, 7.0]) == 2.0
 
 
 def test_a_trial_trains_the_model_of_the_plan():
@@ -80,7 +80,7 @@ def test_cuda_counts_gpus_as_nvidia_smi_does_wherever_they_are_opened_or_listed(
         "from farspan.runtime import device; import os; {}(); "
         "print(os.environ['CUDA_DEVICE_ORDER'])"
     )
-    for name in ("device.usable_gpus", "device.installed"):
+    for name in ("device.usable_gpus", "device.installed_torch"):
         done = subprocess.run(
             [sys.executable, "-c", show.format(name)],
             capture_output=True,

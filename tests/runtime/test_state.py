@@ -11,7 +11,7 @@ from farspan.domain.train import Optimizer, Schedule
 from farspan.models import preset, presets
 from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.state.train_state import TrainState
-from farspan.runtime.state.zero_buckets import Division, divide, segment
+from farspan.runtime.state.zero_buckets import Division, decay_segment, divide_buckets
 from farspan.semantics.lr_schedule import learning_rate
 
 
@@ -171,7 +171,7 @@ def test_parameters_of_any_shape_begin_at_16_bytes_inside_their_bucket(bucket_by
     shapes = [torch.Size(one) for one in ((5, 7), (3,), (11, 3), (1,))]
     for ways, zero in itertools.product(range(1, 9), range(4)):
         parts = [
-            divide(
+            divide_buckets(
                 names,
                 shapes,
                 Division(zero=zero, ways=ways, index=i, bucket_bytes=bucket_bytes, sliced=sliced),
@@ -180,7 +180,9 @@ def test_parameters_of_any_shape_begin_at_16_bytes_inside_their_bucket(bucket_by
         ]
         for bucket in itertools.chain.from_iterable(parts):
             updated = [
-                piece.start for decayed in (True, False) if (piece := segment(bucket, decayed))
+                piece.start
+                for decayed in (True, False)
+                if (piece := decay_segment(bucket, decayed))
             ]
             assert all(2 * start % 16 == 0 for start in (*bucket.starts, bucket.size, *updated)), (
                 bucket

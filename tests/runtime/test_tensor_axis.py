@@ -20,13 +20,13 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from farspan import models
-from farspan.domain.graph import Operator, replayed
+from farspan.domain.graph import Operator, recomputed_operators
 from farspan.domain.model import ModelSpec
 from farspan.estimate.memory import local_parameters
 from farspan.estimate.stage import Costs
 from farspan.runtime.model import kernels
-from farspan.runtime.model.decoder import Decoder, initialise, load_whole
-from farspan.runtime.model.tensor_axis import TensorAxis, held
+from farspan.runtime.model.decoder import Decoder, initialize_model, load_whole
+from farspan.runtime.model.tensor_axis import TensorAxis, parameter_slices
 from farspan.semantics.tensor_sharding import RESIDUAL, strategies, strategy
 from tests.estimate.parts import cluster, device, plain
 from tests.estimate.parts import costs as costs_on
@@ -270,9 +270,9 @@ def priced(case: Case) -> int:
             if case.recompute and unit is costs.graph.block:
                 total += (
                     count
-                    * costs.unit_wait(range(case.ways), replayed(unit), case.rows, case.splits, 1)[
-                        0
-                    ]
+                    * costs.unit_wait(
+                        range(case.ways), recomputed_operators(unit), case.rows, case.splits, 1
+                    )[0]
                 )
                 total += count * last_input(costs, unit, case)
     # The loss exchanges doubles here, where the price is of floats; its rows' sum is a scalar,
@@ -371,7 +371,9 @@ def test_rank_of_a_tensor_axis_holds_the_parameters_that_the_estimator_counts(ca
     for units, part in zip(case.stages, case.parts(case.ways - 1), strict=True):
         here = sum(parameter.numel() for parameter in part.parameters())
         assert here == local_parameters(graph, units, case.splits, case.ways)
-        assert part.slices == held(case.spec, units, case.splits, case.ways, case.ways - 1)
+        assert part.slices == parameter_slices(
+            case.spec, units, case.splits, case.ways, case.ways - 1
+        )
         assert set(part.slices) <= {name for name, _ in part.named_parameters()}
 
 
@@ -380,13 +382,13 @@ def test_rank_of_a_tensor_axis_holds_the_parameters_that_the_estimator_counts(ca
 )
 def test_every_part_starts_with_the_values_of_the_whole_model(case):
     whole = Decoder(case.spec)
-    initialise(whole, 3)
+    initialize_model(whole, 3)
     covered: dict[tuple[int, str], Tensor] = {}
     for coordinate in range(case.ways):
         with torch.device("meta"):
             parts = case.parts(coordinate)
         for stage, part in enumerate(parts):
-            initialise(part.to_empty(device="cpu"), 3)
+            initialize_model(part.to_empty(device="cpu"), 3)
             for name, parameter in part.named_parameters():
                 wanted = whole.get_parameter(name)
                 cut = part.slices.get(name)
@@ -401,7 +403,7 @@ def test_every_part_starts_with_the_values_of_the_whole_model(case):
 def test_the_whole_model_starts_with_the_values_that_it_always_had(family):
     """Drawn in the order of sorted names from one generator."""
     model = Decoder(spec(family, 2))
-    initialise(model, 7)
+    initialize_model(model, 7)
     generator = torch.Generator().manual_seed(7)
     for name, parameter in sorted(model.named_parameters()):
         if "norm" in name or name.endswith("bias"):
@@ -415,7 +417,7 @@ def test_the_whole_model_starts_with_the_values_that_it_always_had(family):
 
 def test_slices_of_grouped_heads_and_gated_matrices_by_hand():
     """Heads of size 4, two query heads a group: 12 heads' rows of q, then 6 each of k and v."""
-    cut = held(spec("llama-untied-bias", 6), (1, 2), MEGATRON, 3, 1)
+    cut = parameter_slices(spec("llama-untied-bias", 6), (1, 2), MEGATRON, 3, 1)
     assert cut == {
         "blocks.0.attn.qkv.weight": (0, ((16, 32), (56, 64), (80, 88))),
         "blocks.0.attn.qkv.bias": (0, ((16, 32), (56, 64), (80, 88))),
@@ -441,7 +443,7 @@ def test_an_axis_of_one_rank_is_none():
         spec("llama", 2), axis=TensorAxis(None, 1, 0, MEGATRON | VOCABULARY | {"norm": "b"})
     )
     assert not model.slices and not model.partial
-    initialise(model, 7)
+    initialize_model(model, 7)
     plain = Decoder(spec("llama", 2))
     plain.load_state_dict(model.state_dict())
     tokens = torch.arange(8).view(2, 4)
@@ -451,7 +453,7 @@ def test_an_axis_of_one_rank_is_none():
 def test_the_loss_of_the_whole_model_is_the_textbooks_in_double_precision():
     case = Case("gpt2", 2, {})
     model = Decoder(case.spec).double()
-    initialise(model, 7)
+    initialize_model(model, 7)
     tokens, targets = batch(case)
     textbook = F.cross_entropy(
         model(tokens).flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum"

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from msgspec.structs import replace
 
-from farspan.corpus.entropy import entropies_of
+from farspan.corpus.entropy import ngram_entropies_of
 from farspan.domain.codec import load
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.results import Validated
@@ -170,7 +170,7 @@ def test_entropies_are_of_the_tokens_that_were_read(tmp_path):
     for event in between:
         assert (event.unigram_nats, event.bigram_nats) == pytest.approx((unigram, bigram), rel=1e-9)
     assert (
-        entropies_of(made.worker.train.tokens, inputs.flatten(), targets.flatten(), 300)[1]
+        ngram_entropies_of(made.worker.train.tokens, inputs.flatten(), targets.flatten(), 300)[1]
         < unigram
     )
 

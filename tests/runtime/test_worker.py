@@ -35,7 +35,7 @@ from farspan.domain.units import counted
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.layout import Corrupt, TrainerState
 from farspan.runtime.comm.topology import Topology
-from farspan.runtime.model.decoder import Decoder, drawn, initialise
+from farspan.runtime.model.decoder import Decoder, initial_parameters, initialize_model
 from farspan.runtime.parallel.executor import Outcome
 from farspan.runtime.training.data import Order, Windows
 from farspan.runtime.worker import as_problem, leave_group, write_problem_file
@@ -81,7 +81,7 @@ def plain_loop(folder: Path) -> tuple[list[float], float]:
     """The same training by the book, in float64: losses of every step and of the validation
     split."""
     model = Decoder(tiny.SPEC, attention="vanilla").double()
-    initialise(model, TRAIN.seed)
+    initialize_model(model, TRAIN.seed)
     decay = [p for p in model.parameters() if p.dim() >= 2]
     other = [p for p in model.parameters() if p.dim() < 2]
     adamw = torch.optim.AdamW(
@@ -231,18 +231,18 @@ def test_checkpoint_moved_aside_by_a_killed_replacement_is_restored(tmp_path):
     progress = TrainerState(step=1, plan="p", training="t", elapsed_s=1.0)
     stored_tensors.write_one(best, _tensors(), progress)
     best.rename(tmp_path / ".best.old")
-    checkpoint.mend(tmp_path)
+    checkpoint.clean_up(tmp_path)
     assert checkpoint.verify(best) == progress and [one.name for one in tmp_path.iterdir()] == [
         "best"
     ]
     (tmp_path / ".best.old").mkdir()
-    checkpoint.mend(tmp_path)
+    checkpoint.clean_up(tmp_path)
     assert [one.name for one in tmp_path.iterdir()] == ["best"]
 
 
 def _tensors(spec: ModelSpec = tiny.SPEC) -> dict[str, torch.Tensor]:
     """A checkpoint's tensors: first values, and moments of zero."""
-    values = dict(drawn(spec, 0))
+    values = dict(initial_parameters(spec, 0))
     model = {f"model/{name}": value for name, value in values.items()}
     kinds = ("exp_avg", "exp_avg_sq")
     return model | {

@@ -62,7 +62,7 @@ def kill_saves(folder: Path, kills: int) -> int:
         os.close(heard)
         os.close(begun)
         remains += bool(list(folder.glob(".*")))
-        checkpoint.mend(folder)
+        checkpoint.clean_up(folder)
         assert not list(folder.glob(".*"))
         newest, *older = checkpoint.newest_first(folder)
         begun_step = step + saves - 1
@@ -106,7 +106,7 @@ def kill_each_operation(folder: Path) -> list[int]:
             save_until_operation(saves, number)
             os._exit(0)
         _, status = os.waitpid(process, 0)
-        checkpoint.mend(saves)
+        checkpoint.clean_up(saves)
         assert not list(saves.glob(".*"))
         readable = [checkpoint.verify(path).step for path in checkpoint.newest_first(saves)]
         assert readable[0] in (2, 3) and len(readable) >= 2
@@ -188,7 +188,7 @@ def test_a_part_of_a_large_tensor_is_read_by_the_block(tmp_path: Path) -> None:
     values = torch.randn(4096, 512)  # 8 MiB, 32 blocks
     progress = TrainerState(step=1, plan="p", training="t", elapsed_s=1.0)
     path = stored_tensors.write(tmp_path, {"model/w": values}, progress)
-    with stored_tensors.Stored(path, checkpoint.read(path).tensors) as stored:
+    with stored_tensors.Stored(path, checkpoint.read_checked_manifest(path).tensors) as stored:
         part = torch.empty(1000, 512)
         stored.fill("model/w", (1500, 0), part)
         assert torch.equal(part, values[1500:2500])

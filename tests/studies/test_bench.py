@@ -17,8 +17,8 @@ import pytest
 from farspan import __version__ as farspan_version
 from farspan.domain.clusterfile import load_cluster
 from farspan.domain.codec import convert, load, load_yaml, save
-from farspan.domain.engine import engine
-from farspan.domain.model import parameters
+from farspan.domain.engine import load_engine
+from farspan.domain.model import count_parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem
 from farspan.estimate.price import price
@@ -301,12 +301,12 @@ def test_a_plan_file_answers_what_it_was_made_for(folder):
     matrix = load_yaml(folder / "matrix.yaml", Matrix)
     cluster = load_cluster(folder / "here.yaml")
     both, one = (cell for cell in cells(matrix) if cell.technique == "data")
-    save(case(both, matrix, cluster, engine("farspan")).made, folder / "mine.json")
+    save(case(both, matrix, cluster, load_engine("farspan")).made, folder / "mine.json")
 
     def found(cell, **changed):
         changed = {"technique": str(folder / "mine.json"), **changed}
         return case(
-            msgspec.structs.replace(cell, **changed), matrix, cluster, engine("farspan")
+            msgspec.structs.replace(cell, **changed), matrix, cluster, load_engine("farspan")
         ).made
 
     assert isinstance(found(both), Plan)
@@ -443,4 +443,4 @@ def test_the_matrices_that_ship_can_be_read(name):
     check_techniques(matrix)
     assert matrix.name == name and len(cells(matrix)) <= 100
     for model in matrix.models.values():
-        assert parameters(spec_of(model)) > 10**5
+        assert count_parameters(spec_of(model)) > 10**5

@@ -11,7 +11,7 @@ import pytest
 
 from farspan import models
 from farspan.domain.cluster import SITE_RTT_S
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.domain.machines import UNKNOWN_SITE
 from farspan.estimate.price import estimate
 from farspan_studies.papers import unseen_runs
@@ -98,7 +98,7 @@ def test_runs_are_priced_under_the_engines_as_they_are():
         if run.precision == "fp32" and unseen_runs.software(run) == "torch2024"
     )
     plan, cluster = unseen_runs.run_plan(run)
-    own = estimate(plan, models.graph(plan.model), cluster, engine("torch2024"))
+    own = estimate(plan, models.graph(plan.model), cluster, load_engine("torch2024"))
     row = unseen_runs.priced_run(run)
     assert row.predicted_s == own.step_s
 

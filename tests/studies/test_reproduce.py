@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from farspan.cli.main import main
-from farspan.domain.engine import Engine, engine
+from farspan.domain.engine import Engine, load_engine
 from farspan_studies.papers import cost_study, fabric_study, findings
 from farspan_studies.papers.calibrate import constant, simplex, with_constants
 from farspan_studies.papers.published import cost_study as study
@@ -20,7 +20,7 @@ from farspan_studies.papers.published import equal_cuts, fabric, published_plan
 
 @functools.cache
 def alpa() -> Engine:
-    return engine("alpa2022")
+    return load_engine("alpa2022")
 
 
 @functools.cache
@@ -30,12 +30,12 @@ def cells() -> tuple[fabric_study.Cell, ...]:
 
 @functools.cache
 def study_cells() -> tuple[cost_study.StudyCell, ...]:
-    return cost_study.study_cells(engine("torch2024"))
+    return cost_study.study_cells(load_engine("torch2024"))
 
 
 @functools.cache
 def surface() -> tuple[cost_study.Setting, ...]:
-    return cost_study.surface(engine("torch2024"))
+    return cost_study.surface(load_engine("torch2024"))
 
 
 def node() -> tuple[cost_study.Setting, ...]:
@@ -135,7 +135,7 @@ def test_cost_study_findings() -> None:
 
 @pytest.mark.parametrize(("name", "most"), [("alpa2022", 7), ("torch2024", 5)])
 def test_few_global_parameters(name: str, most: int) -> None:
-    used = engine(name)
+    used = load_engine(name)
     assert 0 < len(used.fitted) <= most
     assert set(used.fitted) <= {field.name for field in msgspec.structs.fields(Engine)}
 
@@ -159,7 +159,7 @@ def test_no_constant_is_keyed_by_what_is_compared(name: str) -> None:
         "ddp",
         "fsdp",
     }
-    values = msgspec.to_builtins(engine(name))
+    values = msgspec.to_builtins(load_engine(name))
     keys = set(values) | {
         key for value in values.values() if isinstance(value, dict) for key in value
     }

@@ -17,13 +17,13 @@ import msgspec
 import pytest
 
 from farspan import models
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.domain.train import TrainSpec
 from farspan.estimate.loss import loss
 from farspan.planning.select import SelectionTask
 from farspan.planning.size import fitted_shape
 from farspan.planning.why import costs_of
-from farspan.report.charts import LEFT, RIGHT, WIDTH
+from farspan.report.charts import LEFT_MARGIN, RIGHT_MARGIN, WIDTH
 from farspan.report.plan_picture import picture
 from farspan_studies.bench.matrix import Cell, Row
 from farspan_studies.pages import results
@@ -310,7 +310,7 @@ def two_sites() -> Drawn:
     asked = SelectionTask(
         model=models.presets()["gpt2"].spec,
         train=train,
-        engine=engine("farspan"),
+        engine=load_engine("farspan"),
         allow=("pipeshard",),
     )
     one = next(one for one in asked.rank(here).candidates if len(one.places) == 4)
@@ -372,7 +372,7 @@ def test_bars_lie_beside_each_other_inside_the_picture():
     )
     spots = [spot for group in places(chart) for spot in group]
     assert all(x + wide <= after for (x, wide), (after, _) in itertools.pairwise(spots))
-    assert spots[0][0] >= LEFT and spots[-1][0] + spots[-1][1] <= WIDTH - RIGHT
+    assert spots[0][0] >= LEFT_MARGIN and spots[-1][0] + spots[-1][1] <= WIDTH - RIGHT_MARGIN
     assert bar_scale(chart)(0.0) == bar_scale(chart).start
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from farspan import models
 from farspan.domain.cluster import Cluster
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.estimate.network import Network
 from farspan.estimate.price import price, step
 from farspan.estimate.stage import Costs
@@ -62,7 +62,7 @@ def world(seed: int, devices: int = 10, layers: int = 12, name: str = "farspan")
     train = msgspec.structs.replace(
         asked.train, wan_bits=rng.choice((8, 32)), recompute=rng.random() < 0.3
     )
-    return Task(asked.model, asked.graph, where, train, engine(name))
+    return Task(asked.model, asked.graph, where, train, load_engine(name))
 
 
 def pipelines(asked: Task):

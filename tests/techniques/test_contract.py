@@ -53,7 +53,7 @@ def faster(cluster_: Cluster, factor: float) -> Cluster:
     return msgspec.structs.replace(cluster_, sites=sites, links=links)
 
 
-@pytest.mark.parametrize("name", techniques.names())
+@pytest.mark.parametrize("name", techniques.technique_names())
 def test_every_technique_keeps_the_contract(name: str):
     planned = 0
     for seed in WORLDS:

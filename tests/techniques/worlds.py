@@ -7,7 +7,7 @@ import random
 
 from farspan import models
 from farspan.domain.cluster import Cluster, DataSheet, Device, Host, Link, Site
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.domain.model import ModelSpec
 from farspan.domain.train import TrainSpec
 from farspan.techniques import Task
@@ -108,4 +108,4 @@ def task(
     precision: str = "fp16",
 ) -> Task:
     train = TrainSpec(steps=100, batch=batch, seq_len=seq_len, precision=precision)
-    return Task(model, models.graph(model), where, train, engine("farspan"))
+    return Task(model, models.graph(model), where, train, load_engine("farspan"))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from itertools import combinations
 
-from farspan.app.clusters import find
-from farspan.cli.cluster_text import say_cluster
+from farspan.app.clusters import find_cluster
+from farspan.cli.cluster_text import print_cluster
 from farspan.cli.console import Console
 from farspan.domain.cluster import Cluster
 from farspan.domain.cluster_json import as_json
@@ -32,17 +32,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace, console: Console) -> None:
     if given.action == "list":
         return _list_known(console)
-    cluster = find(given.cluster)
+    cluster = find_cluster(given.cluster)
     if given.action == "show":
-        say_cluster(cluster, console)
+        print_cluster(cluster, console)
         return console.answer(as_json(cluster))
     unknown = _list_unknown(cluster)
-    console.say(f"{given.cluster}: {cluster.summary}; the file can be used")
+    console.write_line(f"{given.cluster}: {cluster.summary}; the file can be used")
     for line in unknown:
-        console.say(f"unknown: {line}")
+        console.write_line(f"unknown: {line}")
     if unknown:
         probe = command("probe", "--cluster", given.cluster, "-o", "measured.yaml")
-        console.say(f"{probe} measures what is unknown")
+        console.write_line(f"{probe} measures what is unknown")
     devices = len(cluster.devices)
     return console.answer({"cluster": given.cluster, "devices": devices, "unknown": unknown})
 
@@ -51,20 +51,20 @@ def _list_known(console: Console) -> None:
     from farspan.domain import catalog
     from farspan.launch import clusters
 
-    known = clusters.named()
-    kinds = catalog.devices()
-    console.say("clusters")
+    known = clusters.shipped_clusters()
+    kinds = catalog.load_devices()
+    console.write_line("clusters")
     for name in known:
-        summary = clusters.find(name).summary
-        console.say(f"  {name:20} {summary}")
-    console.say("devices")
+        summary = clusters.find_cluster(name).summary
+        console.write_line(f"  {name:20} {summary}")
+    console.write_line("devices")
     for kind, device in kinds.items():
         rates = [f"{dtype} {format_flops(flops)}" for dtype, flops in device.flops.items()]
         price = "no list price"
         if device.price:
             price = f"${device.price.usd_per_hour:g}/h ({device.price.checked})"
         memory = device.memory or "any size"
-        console.say(f"  {kind:12} {memory:>8}  {', '.join(rates)}; {price}; {device.source}")
+        console.write_line(f"  {kind:12} {memory:>8}  {', '.join(rates)}; {price}; {device.source}")
     console.answer({"clusters": list(known), "devices": kinds})
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from farspan.cli.console import Console
-from farspan.cli.paint import painter, width
+from farspan.cli.paint import text_width, wants_colours
 from farspan.report.tables import table_lines
 
 if TYPE_CHECKING:
@@ -31,21 +31,21 @@ def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.app.reporting import compare_runs
 
     comparison = compare_runs(given.runs)
-    say(comparison, console)
+    print_comparison(comparison, console)
     console.answer(comparison)
 
 
-def say(comparison: Versus, console: Console) -> None:
+def print_comparison(comparison: Versus, console: Console) -> None:
     """Print both tables, the best of a line marked, and the notes."""
     if comparison.configuration:
-        console.say(f"configured differently ({comparison.same} settings are the same):")
+        console.write_line(f"configured differently ({comparison.same} settings are the same):")
         _print_lines(comparison, comparison.configuration, console)
     else:
-        console.say(f"configured alike in all {comparison.same} settings")
-    console.say("\nresults:")
+        console.write_line(f"configured alike in all {comparison.same} settings")
+    console.write_line("\nresults:")
     _print_lines(comparison, comparison.results, console)
     for note in comparison.notes:
-        console.say(textwrap.fill(note, width()))
+        console.write_line(textwrap.fill(note, text_width()))
 
 
 def _print_lines(comparison: Versus, lines: Sequence[Line], console: Console) -> None:
@@ -56,6 +56,6 @@ def _print_lines(comparison: Versus, lines: Sequence[Line], console: Console) ->
         if line.best is not None:
             cells[line.best + 1] += " *"
         rows.append(cells)
-    colours = painter(json=console.json)
-    for text in table_lines(heads, rows, width=width(), colours=colours):
-        console.say(text, painted=True)
+    colours = wants_colours(json=console.json)
+    for text in table_lines(heads, rows, width=text_width(), colours=colours):
+        console.write_line(text, painted=True)

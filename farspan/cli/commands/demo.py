@@ -32,15 +32,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.app import training
-    from farspan.app.indexing import embed, opened
-    from farspan.cli.answers import say_answer
-    from farspan.cli.report_text import say_result
+    from farspan.app.indexing import open_index, update_index
+    from farspan.cli.answers import print_answer
+    from farspan.cli.report_text import print_result
     from farspan.cli.show import Show
-    from farspan.planning.quantities import positive
-    from farspan.retrieval.evaluate import table
+    from farspan.planning.quantities import parse_positive
+    from farspan.retrieval.evaluate import format_evaluation
     from farspan.retrieval.search import search
 
-    positive(parse_duration, given.time, "--time", "2m")
+    parse_positive(parse_duration, given.time, "--time", "2m")
     config = RunConfig(data="pydocs", name="demo", size=SIZE, budget=BudgetConfig(time=given.time))
     # `path`, or `path-2`, `path-3` ... where a demo was run before.
     path = first = Path(given.run)
@@ -48,23 +48,23 @@ def run(given: argparse.Namespace, console: Console) -> None:
     while path.exists():
         number += 1
         path = first.with_name(f"{first.name}-{number}")
-    console.say("== text, tokens, plan")
+    console.write_line("== text, tokens, plan")
     with Show(console) as show:
-        folder = training.start(path, config, show, table=True)
-        console.say("\n== training")
+        folder = training.plan_run(path, config, show, table=True)
+        console.write_line("\n== training")
         report = training.train_new(folder, show)
-        say_result(report, console)
-        console.say("\n== embeddings and vector database")
-        manifest = embed(folder, show).manifest
+        print_result(report, console)
+        console.write_line("\n== embeddings and vector database")
+        manifest = update_index(folder, show).manifest
     if manifest.evaluation is not None:
-        console.say(table(manifest.evaluation))
-    console.say("\n== three searches")
+        console.write_line(format_evaluation(manifest.evaluation))
+    console.write_line("\n== three searches")
     answers = []
-    with opened(folder) as index:
+    with open_index(folder) as index:
         for query in QUERIES:
-            console.say(f"\n> {query}")
+            console.write_line(f"\n> {query}")
             answers.append(search(index, query, 3))
-            say_answer(answers[-1], console)
-    console.say(f"\nyours now: {command('search', '...', path)}   report: {folder.report}")
+            print_answer(answers[-1], console)
+    console.write_line(f"\nyours now: {command('search', '...', path)}   report: {folder.report}")
     answer = {"run": str(path), "measurement": report.measurement}
     console.answer({**answer, "index": manifest, "answers": answers})

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from farspan.cli.console import Console
-from farspan.cli.paint import width
+from farspan.cli.paint import text_width
 from farspan.domain.cluster import Cluster
-from farspan.domain.gpus import judge
+from farspan.domain.gpus import judge_gpus
 from farspan.domain.problems import Finding, exit_code_of
 from farspan.domain.units import counted, format_bytes, format_rate, format_seconds
 from farspan.report.tables import table_lines
@@ -37,27 +37,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace, console: Console) -> int:
     """Return the exit code of the first finding that would stop a run; warnings leave it 0."""
-    from farspan.app.machines import diagnose
+    from farspan.app.machines import diagnose_machine
 
     if given.cluster:
         return _diagnose_cluster(given.cluster, console)
-    diagnosis = diagnose(given.device)
+    diagnosis = diagnose_machine(given.device)
     for name, fact in diagnosis.rows:
-        console.say(f"{name:12} {fact}")
+        console.write_line(f"{name:12} {fact}")
     _print_findings(diagnosis.findings, console)
     console.answer(diagnosis)
     return exit_code_of(diagnosis.findings)
 
 
 def _diagnose_cluster(name: str, console: Console) -> int:
-    from farspan.app.clusters import find
-    from farspan.app.machines import STREAMS, examine
+    from farspan.app.clusters import find_cluster
+    from farspan.app.machines import BANDWIDTH_STREAMS, examine_cluster
 
-    cluster = find(name)
+    cluster = find_cluster(name)
     hosts = len(cluster.hosts)
     links = " and the links between them" if hosts > 1 else ""
-    console.say(f"looking at {counted(hosts, 'host')}{links}")
-    examined, problems = examine(cluster)
+    console.write_line(f"looking at {counted(hosts, 'host')}{links}")
+    examined, problems = examine_cluster(cluster)
     _print_hosts(cluster, examined, console)
     if examined.ways:
         # Hosts by hosts. A cell that could not be measured names what failed.
@@ -67,11 +67,11 @@ def _diagnose_cluster(name: str, console: Console) -> int:
         for path in examined.ways:
             rows[path.a][heads.index(path.b)] = _path_text(path)
         right = range(1, len(heads))
-        table = table_lines(heads, list(rows.values()), right=right, width=width())
-        console.say("\n".join(["", *table, ""]))
-        console.say(
-            f"from row to column: round trip, bandwidth with {STREAMS[0]} and {STREAMS[1]} "
-            "streams, interface"
+        table = table_lines(heads, list(rows.values()), right=right, width=text_width())
+        console.write_line("\n".join(["", *table, ""]))
+        few, many = BANDWIDTH_STREAMS
+        console.write_line(
+            f"from row to column: round trip, bandwidth with {few} and {many} streams, interface"
         )
     _print_findings(problems, console)
     answer = msgspec.to_builtins(examined, str_keys=True)
@@ -82,7 +82,7 @@ def _diagnose_cluster(name: str, console: Console) -> int:
 def _print_hosts(cluster: Cluster, examination: Examination, console: Console) -> None:
     for host in cluster.hosts:
         if host.name in examination.unreachable:
-            console.say(f"{host.name:12} cannot be reached")
+            console.write_line(f"{host.name:12} cannot be reached")
             continue
         facts = examination.hosts[host.name]
         packages = [f"{name} {version}" for name, version in facts.packages.items() if version]
@@ -90,10 +90,10 @@ def _print_hosts(cluster: Cluster, examination: Examination, console: Console) -
         devices = ", ".join(device.kind for device in host.devices)
         machine = f"{counted(facts.cpus, 'core')}, {format_bytes(facts.memory)}"
         disk = f"{format_bytes(facts.disk_free)} free on disk"
-        console.say(f"{host.name:12} {software}; {devices}; {machine}, {disk}")
+        console.write_line(f"{host.name:12} {software}; {devices}; {machine}, {disk}")
         if facts.wheel:
-            for note in judge(facts.nvidia, facts.wheel, host.name).notes:
-                console.say(f"{'note':12} {note}")
+            for note in judge_gpus(facts.nvidia, facts.wheel, host.name).notes:
+                console.write_line(f"{'note':12} {note}")
 
 
 def _path_text(path: HostPath) -> str:
@@ -108,5 +108,5 @@ def _path_text(path: HostPath) -> str:
 
 def _print_findings(problems: Sequence[Finding], console: Console) -> None:
     for problem in problems:
-        console.say(f"\n{problem}")
-    console.say(f"\n{counted(len(problems), 'finding') if problems else 'no findings'}")
+        console.write_line(f"\n{problem}")
+    console.write_line(f"\n{counted(len(problems), 'finding') if problems else 'no findings'}")

@@ -35,15 +35,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace, console: Console) -> None:
     folder = find_run(given, console)
     check_store(given)
-    from farspan.app.indexing import embed, write_vectors
+    from farspan.app.indexing import update_index, write_vectors
     from farspan.cli.show import Show
-    from farspan.retrieval.evaluate import table
+    from farspan.retrieval.evaluate import format_evaluation
     from farspan.retrieval.transfer import files_of
 
     if given.to is not None:
         files_of(given.to)
     with Show(console) as show:
-        indexed = embed(
+        indexed = update_index(
             folder,
             show,
             evaluate=not given.no_eval,
@@ -52,12 +52,12 @@ def run(given: argparse.Namespace, console: Console) -> None:
             processes=given.processes,
         )
     if indexed.fitted and indexed.manifest.evaluation is not None:
-        console.say(table(indexed.manifest.evaluation))
+        console.write_line(format_evaluation(indexed.manifest.evaluation))
     if given.to is not None:
         commands = write_vectors(folder, given.to)
-        console.say(f"vectors: {given.to}; commands that load them: {commands}")
+        console.write_line(f"vectors: {given.to}; commands that load them: {commands}")
     search = command("search", "...", folder.path)
-    console.say(f"index: {folder.index}; next: {search}")
+    console.write_line(f"index: {folder.index}; next: {search}")
     answer = {
         "run": str(folder.path),
         "index": str(folder.index),

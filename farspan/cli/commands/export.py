@@ -43,11 +43,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace, console: Console) -> None:
     folder = find_run(given, console)
-    from farspan.app.using import export
+    from farspan.app.using import export_model
 
     target = Path(given.out) if given.out else None
-    out, step = export(folder, target, dtype=given.dtype, format=given.format)
+    out, step = export_model(folder, target, dtype=given.dtype, format=given.format)
     load = _LOADS[given.format].format(str(out))
-    console.say(f"wrote {out}; load it with {load}")
+    console.write_line(f"wrote {out}; load it with {load}")
     answer = {"run": str(folder.path), "folder": str(out), "step": step}
     console.answer(answer)

@@ -42,15 +42,15 @@ def run(given: argparse.Namespace, console: Console) -> None:
             fact="no --model was given",
             remedy=command(*words),
         )
-    fit = pricing.fit(given.what, plan_query(given, cluster=given.cluster))
-    say_fit(fit, given.cluster, console)
+    fit = pricing.find_limit(given.what, plan_query(given, cluster=given.cluster))
+    print_fit(fit, given.cluster, console)
     console.answer(fit.as_json())
 
 
-def say_fit(fit: Fit, cluster: str, console: Console) -> None:
+def print_fit(fit: Fit, cluster: str, console: Console) -> None:
     """Print the answer in sentences, and each technique's own limit."""
-    from farspan.app.pricing import reproduced
-    from farspan.cli.paint import width
+    from farspan.app.pricing import is_reproducible
+    from farspan.cli.paint import text_width
     from farspan.report.tables import table_lines
 
     # The answer.
@@ -59,26 +59,26 @@ def say_fit(fit: Fit, cluster: str, console: Console) -> None:
     shape = f"{model.family}, {model.layers} layers x {model.d_model}"
     amount = _format_amount(fit, best.amount)
     if fit.asked == "model":
-        console.say(f"largest model that fits: {shape}, {amount}")
+        console.write_line(f"largest model that fits: {shape}, {amount}")
     elif fit.asked == "batch":
         seq_len = best.plan.train.seq_len
-        console.say(f"largest batch computed at once: {amount} of {seq_len} tokens")
-        console.say(
+        console.write_line(f"largest batch computed at once: {amount} of {seq_len} tokens")
+        console.write_line(
             f"  {best.micro_rows} on the busiest device; gradients are not accumulated, pipelines "
             "not counted"
         )
     else:
-        console.say(f"least memory a device: {amount}, every device alike, for {shape}")
+        console.write_line(f"least memory a device: {amount}, every device alike, for {shape}")
 
     # Its plan, what binds there, and what the next one lacks.
     again = ", computing activations again" if best.recompute else ""
-    console.say(f"  by {best.technique} on {best.where}{again}")
-    console.say(f"  fullest: {best.binds}")
+    console.write_line(f"  by {best.technique} on {best.where}{again}")
+    console.write_line(f"  fullest: {best.binds}")
     if fit.next_amount is not None:
         following = _format_amount(fit, fit.next_amount)
-        console.say(f"  next: {following}, which nothing fits; by {best.technique} then")
-        console.say(f"        {fit.next_lacks}")
-    console.say()
+        console.write_line(f"  next: {following}, which nothing fits; by {best.technique} then")
+        console.write_line(f"        {fit.next_lacks}")
+    console.write_line()
 
     # Each technique's limit.
     extreme = "most" if fit.asked != "memory" else "least"
@@ -90,11 +90,11 @@ def say_fit(fit: Fit, cluster: str, console: Console) -> None:
         fullest = str(limit.binds).split(" usable")[0]
         micro_rows = str(limit.micro_rows)
         rows.append((limit.technique, limit.where, amount, micro_rows, recompute, fullest))
-    for line in table_lines(heads, rows, right={2, 3}, width=width()):
-        console.say(line)
-    if fit.asked == "model" and reproduced(best):
+    for line in table_lines(heads, rows, right={2, 3}, width=text_width()):
+        console.write_line(line)
+    if fit.asked == "model" and is_reproducible(best):
         words = command("plan", "--model", best.typed, "--cluster", cluster)
-        console.say(f"\nprice it: {words}")
+        console.write_line(f"\nprice it: {words}")
 
 
 def _format_amount(fit: Fit, amount: int) -> str:

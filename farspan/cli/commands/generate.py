@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from farspan.cli.arguments import find_run, positive, refuse_run_as_text, takes_run
+from farspan.cli.arguments import find_run, parse_positive, refuse_run_as_text, takes_run
 from farspan.cli.console import Console
 
 HELP = "let the model write"
@@ -20,7 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     takes_run(parser)
     parser.add_argument(
-        "--tokens", type=positive, default=100, help="tokens to write (default: 100)"
+        "--tokens", type=parse_positive, default=100, help="tokens to write (default: 100)"
     )
     parser.add_argument(
         "--temperature",
@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="0 takes the likeliest token (default: 0.8)",
     )
     parser.add_argument(
-        "--top-k", type=positive, default=50, help="tokens to choose from (default: 50)"
+        "--top-k", type=parse_positive, default=50, help="tokens to choose from (default: 50)"
     )
     parser.add_argument("--seed", type=int, default=0, help="what chance follows from (default: 0)")
 
@@ -43,9 +43,9 @@ def not_negative(text: str) -> float:
 def run(given: argparse.Namespace, console: Console) -> None:
     refuse_run_as_text(given, "generate", given.prompt)
     folder = find_run(given, console)
-    from farspan.app.using import generate
+    from farspan.app.using import generate_text
 
-    text, step = generate(
+    text, step = generate_text(
         folder,
         given.prompt,
         tokens=given.tokens,
@@ -53,5 +53,5 @@ def run(given: argparse.Namespace, console: Console) -> None:
         top_k=given.top_k,
         seed=given.seed,
     )
-    console.say(given.prompt + text)
+    console.write_line(given.prompt + text)
     console.answer({"prompt": given.prompt, "text": text, "step": step})

@@ -40,9 +40,9 @@ def run(given: argparse.Namespace, console: Console) -> None:
     import yaml
 
     from farspan.corpus.sources import open_source
-    from farspan.planning.quantities import positive
+    from farspan.planning.quantities import parse_positive
 
-    positive(parse_duration, given.time, "--time", "10m")
+    parse_positive(parse_duration, given.time, "--time", "10m")
     out = Path(given.out)
     if out.exists():
         raise Refusal(
@@ -65,5 +65,5 @@ def run(given: argparse.Namespace, console: Console) -> None:
     quoted = yaml.safe_dump(name, width=float("inf")).splitlines()[0]
     text = TEMPLATE.format(source=quoted, time=given.time)
     write_atomically(out, text.encode())
-    console.say(f"wrote {out}; next: {command('train', out)}")
+    console.write_line(f"wrote {out}; next: {command('train', out)}")
     console.answer({"path": str(out), "source": name})

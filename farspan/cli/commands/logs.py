@@ -24,23 +24,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace, console: Console) -> None:
     folder = find_run(given, console)
-    from farspan.app.jobs import status
+    from farspan.app.jobs import read_status
 
     if given.rank is not None:
         _print_worker_log(folder, given.rank, console, follow=given.follow)
     else:
         _print_events(folder, console, follow=given.follow)
-    standing = status(folder)
+    standing = read_status(folder)
     if standing.heard_s is None:
-        console.say("no worker has started yet")
+        console.write_line("no worker has started yet")
     if given.rank is None and standing.problem is not None:
-        console.say(str(standing.problem))
+        console.write_line(str(standing.problem))
     console.answer(standing)
 
 
 def _print_events(folder: RunFolder, console: Console, *, follow: bool) -> None:
     """Print the plain lines of training, at the pace of the run's own time."""
-    from farspan.app.jobs import events
+    from farspan.app.jobs import follow_events
     from farspan.cli.display import DisplayConsole
     from farspan.cli.progress import TrainingDisplay
 
@@ -48,13 +48,13 @@ def _print_events(folder: RunFolder, console: Console, *, follow: bool) -> None:
     plain = DisplayConsole(stderr=console.json, force_terminal=False, color_system=None)
     forecast = load(folder.record, RunRecord).forecast
     with TrainingDisplay(folder.load_plan(), plain, lambda: now, forecast) as display:
-        for event in events(folder, follow=follow):
+        for event in follow_events(folder, follow=follow):
             now = event.at
             display.show(event)
 
 
 def _print_worker_log(folder: RunFolder, rank: int, console: Console, *, follow: bool) -> None:
-    from farspan.app.jobs import goes_on, lines
+    from farspan.app.jobs import follow_lines, is_active
 
     log = folder.logs / f"rank-{rank}.log"
     if not log.exists():
@@ -66,5 +66,5 @@ def _print_worker_log(folder: RunFolder, rank: int, console: Console, *, follow:
             fact=f"there are {', '.join(there)}" if there else "no worker has started yet",
             remedy=command("logs", folder.path),
         )
-    for line in lines(log, lambda: follow and goes_on(folder)):
-        console.say(line.decode(errors="replace").removesuffix("\n"))
+    for line in follow_lines(log, lambda: follow and is_active(folder)):
+        console.write_line(line.decode(errors="replace").removesuffix("\n"))

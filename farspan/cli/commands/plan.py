@@ -75,37 +75,37 @@ def _add_views(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.app import pricing
-    from farspan.cli.planviews import check_names, say_views
+    from farspan.cli.planviews import check_names, print_views
 
     query = plan_query(
         given, cluster=given.cluster, objective=given.objective, tolerance=given.tolerance
     )
     check_names(given)
     if given.export:
-        pricing.exporter(given.export)
+        pricing.load_exporter(given.export)
     resolved = None
     if given.model is not None:
         ranking = pricing.price_model(query)
     else:
         from farspan.app.clusters import is_here
-        from farspan.app.resolving import resolve
+        from farspan.app.resolving import resolve_run
         from farspan.cli.show import Show
 
         config = load_config(given)
         with Show(console) as show:
-            resolved = resolve(config, show, trial=is_here(config.parallel))
+            resolved = resolve_run(config, show, trial=is_here(config.parallel))
         ranking = pricing.price_resolved(resolved, config.parallel, query)
         if given.resolved:
             for key, (value, origin) in resolved.values.items():
-                console.say(f"  {key:22} {value!s:20} {origin}")
-    answer: dict[str, Any] = say_views(given, ranking, console)
+                console.write_line(f"  {key:22} {value!s:20} {origin}")
+    answer: dict[str, Any] = print_views(given, ranking, console)
     cluster = ranking.cluster
-    answer["candidates"] = [pricing.as_json(listed, cluster) for listed in ranking.listed]
+    answer["candidates"] = [pricing.candidate_as_json(listed, cluster) for listed in ranking.listed]
     answer["chosen"] = ranking.chosen
     if given.model is not None:
-        pricing.demand_a_fit(query, ranking)
+        pricing.require_fit(query, ranking)
     if given.export:
-        plan = pricing.exporter(given.export).exportable(ranking)
+        plan = pricing.load_exporter(given.export).exportable(ranking)
         answer["export"] = {} if plan is None else write_export(plan, given, console)
     if resolved is not None:
         answer["resolved"] = {}

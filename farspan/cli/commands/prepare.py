@@ -20,16 +20,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.app.corpora import refuse_other_text
-    from farspan.app.resolving import prepare
+    from farspan.app.resolving import prepare_run_corpus
     from farspan.cli.show import Show
 
     with Show(console) as show:
-        folder, manifest = prepare(load_config(given), show, verified=True)
+        folder, manifest = prepare_run_corpus(load_config(given), show, verified=True)
     refuse_other_text(Path(given.config), manifest)
     for name, split in {"train": manifest.train, "val": manifest.val}.items():
         tokens = format_count(split.tokens)
         documents = counted(split.documents, "document")
-        console.say(f"{name}: {tokens} tokens, {documents}, {format_bytes(split.text_bytes)}")
-    console.say(f"in {folder}")
+        console.write_line(
+            f"{name}: {tokens} tokens, {documents}, {format_bytes(split.text_bytes)}"
+        )
+    console.write_line(f"in {folder}")
     readable = manifest.without_checksums()
     console.answer({"folder": str(folder), "manifest": msgspec.to_builtins(readable)})

@@ -45,12 +45,12 @@ def run(given: argparse.Namespace, console: Console) -> None:
         config = load_config(given)
     with Show(console) as progress:
         priced = price_given(given.plan, given.cluster, given.engine, progress, config)
-    given_plan.say(priced, console, pictures=given.show)
+    given_plan.print_priced_plan(priced, console, pictures=given.show)
     if given.out:
         from farspan.app.plans import write_plan
 
         write_plan(priced.plan, priced.cluster, Path(given.out))
-        console.say(f"\nthe plan is in {given.out}")
+        console.write_line(f"\nthe plan is in {given.out}")
     answer = priced.as_json()
     if given.export:
         answer["export"] = write_export(priced.plan, given, console)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from farspan.cli.cluster_text import say_cluster
+from farspan.cli.cluster_text import print_cluster
 from farspan.cli.console import Console
 from farspan.cli.show import Show
 from farspan.domain.cluster import Cluster
@@ -37,17 +37,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    from farspan.app.machines import probe
+    from farspan.app.machines import probe_cluster
 
     def progress(update: object) -> None:
         if isinstance(update, Cluster):
-            say_cluster(update, console)
-            console.say(f"written: {given.out}")
+            print_cluster(update, console)
+            console.write_line(f"written: {given.out}")
         else:
             show(update)
 
     with Show(console) as show:
-        measured = probe(
+        measured = probe_cluster(
             given.cluster, Path(given.out), progress, model=given.model, seq_len=given.seq_len
         )
     console.answer(to_file(measured))

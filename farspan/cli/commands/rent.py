@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 HELP = "say which devices to rent, by time and dollars"
 #: Offers off the frontier that are shown; `--json` has all.
-SHOWN = 12
+OTHERS_SHOWN = 12
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -35,18 +35,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.app import pricing
 
-    rented = pricing.rent(
+    rented = pricing.rank_rentals(
         plan_query(given),
         hours=given.hours,
         usd=given.usd,
         kinds=given.device,
         network=given.network,
     )
-    say_rent(rented, given, console)
+    print_rent(rented, given, console)
     candidates = []
     for offer in rented.offers:
         candidate = {
-            **pricing.as_json(offer.best, offer.cluster),
+            **pricing.candidate_as_json(offer.best, offer.cluster),
             "kind": offer.kind,
             "count": offer.count,
             "usd_per_hour": offer.usd_per_hour,
@@ -58,19 +58,19 @@ def run(given: argparse.Namespace, console: Console) -> None:
     console.answer({"candidates": candidates, "chosen": rented.chosen, "frontier": rented.frontier})
 
 
-def say_rent(rented: Rent, given: argparse.Namespace, console: Console) -> None:
+def print_rent(rented: Rent, given: argparse.Namespace, console: Console) -> None:
     """Print the frontier, the cheapest others, and what all of it assumes."""
-    from farspan.cli.paint import width
-    from farspan.domain.model import parameters
-    from farspan.domain.words import joined
+    from farspan.cli.paint import text_width
+    from farspan.domain.model import count_parameters
+    from farspan.domain.words import join_words
     from farspan.planning.candidate import Candidate
     from farspan.planning.question import model_of
     from farspan.report.tables import table_lines
 
     model = model_of(given.model)
     limited = given.hours is not None or given.usd is not None
-    size = format_count(parameters(model))
-    console.say(
+    size = format_count(count_parameters(model))
+    console.write_line(
         f"{model.family} of {size} parameters; * is the choice, + the "
         "frontier of time against dollars\n"
     )
@@ -82,7 +82,7 @@ def say_rent(rented: Rent, given: argparse.Namespace, console: Console) -> None:
     others.sort(key=lambda i: not offers[i].meets)
     heads = ("", "devices", "technique", "time", "cost", "an hour", "GB/device", "budget")
     rows = []
-    for place in (*rented.frontier, *others[:SHOWN]):
+    for place in (*rented.frontier, *others[:OTHERS_SHOWN]):
         mark = "*" if place == rented.chosen else ""
         if place in rented.frontier:
             mark += "+"
@@ -103,26 +103,26 @@ def say_rent(rented: Rent, given: argparse.Namespace, console: Console) -> None:
             offer.checked,
         )
         rows.append(row)
-    for line in table_lines((*heads, "price of"), rows, right={3, 4, 5, 6}, width=width()):
-        console.say(line)
+    for line in table_lines((*heads, "price of"), rows, right={3, 4, 5, 6}, width=text_width()):
+        console.write_line(line)
 
     # What is left out, and what is assumed.
     misfits = len(offers) - len(fitting)
     counts = f"{len(offers)} offers; {misfits} have too little memory"
     if limited:
         counts += f"; {sum(offer.meets for offer in offers)} meet the budget"
-    console.say(f"\n{counts}")
+    console.write_line(f"\n{counts}")
     dates = sorted(offer.checked for offer in offers)
     bandwidth = format_rate(rented.bandwidth)
     rtt = format_seconds(rented.rtt_s)
-    console.say(
+    console.write_line(
         f"Assumes list prices of {dates[0]} to {dates[-1]} (catalog/devices.yaml names each "
         f"source), hosts of up to 8 devices,\n{bandwidth} and a round trip of {rtt} between hosts."
     )
     for machine in dict.fromkeys(rented.known.values()):
         kinds = [kind for kind, network in rented.known.items() if network == machine]
         rate = format_rate(machine.rate)
-        console.say(
-            f"{rate} between hosts of 8 x {joined(kinds)}, as of a {machine.machine}; "
+        console.write_line(
+            f"{rate} between hosts of 8 x {join_words(kinds)}, as of a {machine.machine}; "
             "--network RATE asks about another."
         )

@@ -6,7 +6,7 @@ import argparse
 
 from farspan.cli.arguments import find_run, takes_run
 from farspan.cli.console import Console
-from farspan.cli.detach import detached, takes_detach
+from farspan.cli.detach import run_detached, takes_detach
 
 HELP = "go on with a stopped run"
 
@@ -41,15 +41,15 @@ def run(given: argparse.Namespace, console: Console) -> None:
             value = getattr(given, name)
             if value:
                 words += [f"--{name}", value]
-        detached(words, folder, console)
+        run_detached(words, folder, console)
         return
-    from farspan.app.training import resume
-    from farspan.cli.report_text import say_result
+    from farspan.app.training import resume_run
+    from farspan.cli.report_text import print_result
     from farspan.cli.show import Show
 
     with Show(console) as show:
-        report = resume(
+        report = resume_run(
             folder, show, trust=given.trust, cluster=given.cluster, technique=given.technique
         )
-    say_result(report, console)
+    print_result(report, console)
     console.answer({"run": str(folder.path), "measurement": report.measurement})

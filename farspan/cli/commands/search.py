@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from farspan.cli.arguments import find_run, positive, refuse_run_as_text, takes_run
+from farspan.cli.arguments import find_run, parse_positive, refuse_run_as_text, takes_run
 from farspan.cli.console import Console
 from farspan.domain.problems import command
 
@@ -16,7 +16,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "query", metavar="QUERY", nargs="?", help="what to search for; not with --eval"
     )
     takes_run(parser)
-    parser.add_argument("-k", type=positive, default=5, help="results to show (default: 5)")
+    parser.add_argument("-k", type=parse_positive, default=5, help="results to show (default: 5)")
     parser.add_argument(
         "--system",
         choices=("bm25", "model", "fused"),
@@ -43,8 +43,8 @@ def _parse_filter(text: str) -> tuple[str, str]:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    from farspan.app.indexing import refuse_query, search
-    from farspan.cli.answers import evaluation_text, say_answer
+    from farspan.app.indexing import refuse_query, search_run
+    from farspan.cli.answers import evaluation_text, print_answer
 
     if given.eval:
         # It takes no query: the only word is the run.
@@ -58,12 +58,17 @@ def run(given: argparse.Namespace, console: Console) -> None:
         from farspan.retrieval.index import read_manifest
 
         manifest = read_manifest(folder.index, command("embed", folder.path))
-        console.say(evaluation_text(manifest))
+        console.write_line(evaluation_text(manifest))
         console.answer({"run": str(folder.path), "evaluation": manifest.evaluation})
         return
     where = dict(given.where)
-    answer = search(
-        folder, given.query, given.k, given.system, where, lambda update: console.say(str(update))
+    answer = search_run(
+        folder,
+        given.query,
+        given.k,
+        given.system,
+        where,
+        lambda update: console.write_line(str(update)),
     )
-    say_answer(answer, console)
+    print_answer(answer, console)
     console.answer({"run": str(folder.path), "answer": answer})

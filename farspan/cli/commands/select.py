@@ -15,16 +15,16 @@ import msgspec
 
 from farspan.app.checks import refuse_file
 from farspan.app.extensions import load_extension
-from farspan.app.resolving import Resolved, resolve
+from farspan.app.resolving import Resolved, resolve_run
 from farspan.cli.arguments import load_config, takes_config, words_again
 from farspan.cli.console import Console
 from farspan.cli.plan_flags import takes_objective
-from farspan.cli.plan_table import paragraph, say_ranking
+from farspan.cli.plan_table import print_ranking, wrap_paragraph
 from farspan.domain.plan import Plan
 from farspan.domain.problems import command
 from farspan.domain.units import parse_duration
 from farspan.planning.candidate import Refused
-from farspan.planning.quantities import positive
+from farspan.planning.quantities import parse_positive
 
 if TYPE_CHECKING:
     from farspan.planning.select import Selection
@@ -73,32 +73,34 @@ def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.app import choosing
     from farspan.app.pricing import check_tolerance
     from farspan.cli.show import Show
-    from farspan.planning.outcome import nothing_runs, why
+    from farspan.planning.outcome import explain_selection, nothing_runs
 
     config = load_config(given)
     out = given.out or Path("plan.json")
     free = out.with_stem(f"{out.stem}-2")
     refuse_file(out, command("select", *words_again(given), "-o", free))
-    other = None if given.algorithm == OWN else algorithm(given.algorithm)
+    other = None if given.algorithm == OWN else load_algorithm(given.algorithm)
     if other is not None:
         other.check(given)
     elif given.epsilon is not None or given.delta is not None:
-        algorithm("paper").check(given)  # Wrong values are refused also where nothing reads them.
+        load_algorithm("paper").check(
+            given
+        )  # Wrong values are refused also where nothing reads them.
     check_tolerance(given.tolerance)
     budget_s = None
     if given.budget is not None:
-        budget_s = positive(parse_duration, given.budget, "--budget", "2m")
+        budget_s = parse_positive(parse_duration, given.budget, "--budget", "2m")
     parallel = config.parallel
     if given.objective:
         parallel = msgspec.structs.replace(parallel, objective=given.objective)
     with Show(console) as show:
-        resolved = resolve(config, show, trial=True)
+        resolved = resolve_run(config, show, trial=True)
     if other is not None:
         plan, answer = other.select(given, resolved, parallel, console)
         written = _write_plan(plan, resolved, given, out, console)
         return console.answer({**answer, "plan": written})
     with Show(console) as show:
-        selection = choosing.choose(
+        selection = choosing.choose_plan(
             resolved,
             parallel,
             show,
@@ -108,12 +110,14 @@ def run(given: argparse.Namespace, console: Console) -> None:
             again=given.again,
         )
     ranking = selection.ranking
-    console.say()
-    say_ranking(ranking, console)
-    console.say()
-    console.say(paragraph(why(selection)))
+    console.write_line()
+    print_ranking(ranking, console)
+    console.write_line()
+    console.write_line(wrap_paragraph(explain_selection(selection)))
     if ranking.chosen is None:
-        question = choosing.question_of(resolved, parallel, given.tolerance, choosing.PARTS)
+        question = choosing.selection_task_of(
+            resolved, parallel, given.tolerance, choosing.MAX_DEVICES_OF_SELECTION
+        )
         raise nothing_runs(ranking, selection.tried, question)
     plan = ranking.candidates[ranking.chosen].plan
     answer = as_json(selection)
@@ -121,7 +125,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     return console.answer(answer)
 
 
-def algorithm(name: str) -> ModuleType:
+def load_algorithm(name: str) -> ModuleType:
     """Load another package's way to choose: a module with `check(given)`, which refuses wrong
     arguments, and `select(given, resolved, asked, console)`, which returns the plan and what
     `--json` has of it."""
@@ -135,12 +139,12 @@ def algorithm(name: str) -> ModuleType:
 def as_json(selection: Selection) -> dict[str, Any]:
     """Return the answer: candidates as `farspan plan` gives them, each with its trial."""
     from farspan.app import pricing
-    from farspan.planning.outcome import why
+    from farspan.planning.outcome import explain_selection
 
     ranking = selection.ranking
     candidates = []
     for listed in ranking.listed:
-        priced = pricing.as_json(listed, ranking.cluster)
+        priced = pricing.candidate_as_json(listed, ranking.cluster)
         trial = None if isinstance(listed, Refused) else listed.trial
         candidates.append({**priced, "trial": trial})
     tried = []
@@ -159,7 +163,7 @@ def as_json(selection: Selection) -> dict[str, Any]:
         "spent_s": selection.spent_s,
         "budget_s": selection.budget_s,
         "ended": selection.ended,
-        "why": why(selection),
+        "why": explain_selection(selection),
     }
 
 
@@ -170,5 +174,5 @@ def _write_plan(
 
     write_plan(plan, resolved.cluster, out)
     train = command("train", *words_again(given), "--plan", out)
-    console.say(f"written: {out}; run it: {train}")
+    console.write_line(f"written: {out}; run it: {train}")
     return str(out)

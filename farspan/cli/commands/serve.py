@@ -37,11 +37,11 @@ def _parse_port(text: str) -> int:
 
 def run(given: argparse.Namespace, console: Console) -> None:
     folder = find_run(given, console)
-    from farspan.app.serving import serve
+    from farspan.app.serving import serve_index
 
-    serve(
+    serve_index(
         folder,
-        lambda update: console.say(str(update)),
+        lambda update: console.write_line(str(update)),
         host=given.host,
         port=given.port,
         token=given.token,

@@ -21,24 +21,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace, console: Console) -> None:
     runs = find_runs(given)
-    from farspan.app.jobs import status
-    from farspan.cli.status_text import detailed, listed
+    from farspan.app.jobs import read_status
+    from farspan.cli.status_text import describe_run, list_runs
 
     if len(given.runs) == 1:
-        statuses = [status(runs[0])]
-        for line in detailed(statuses[0], time.time()):
-            console.say(line)
+        statuses = [read_status(runs[0])]
+        for line in describe_run(statuses[0], time.time()):
+            console.write_line(line)
     else:
         statuses = []
         problems = []
         for folder in runs:
             try:
-                statuses.append(status(folder))
+                statuses.append(read_status(folder))
             except Refusal as refusal:  # One that is damaged hides no other.
                 problem = refusal.problem
                 problems.append(f"{folder.path}: {problem.what} ({problem.where})")
-        for line in listed(statuses, json=console.json):
-            console.say(line, painted=True)
+        for line in list_runs(statuses, json=console.json):
+            console.write_line(line, painted=True)
         for line in problems:
-            console.say(line)
+            console.write_line(line)
     console.answer({"runs": statuses})

@@ -23,14 +23,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace, console: Console) -> None:
     folder = find_run(given, console)
-    from farspan.app.jobs import stop
-    from farspan.cli.status_text import outcome
+    from farspan.app.jobs import stop_job
+    from farspan.cli.status_text import describe_stop
     from farspan.domain.units import parse_duration
-    from farspan.planning.quantities import positive
+    from farspan.planning.quantities import parse_positive
 
-    timeout_s = positive(parse_duration, given.timeout, "--timeout", "10m")
-    standing = stop(folder, console.say, now=given.now, timeout_s=timeout_s)
-    console.say(outcome(standing))
+    timeout_s = parse_positive(parse_duration, given.timeout, "--timeout", "10m")
+    standing = stop_job(folder, console.write_line, now=given.now, timeout_s=timeout_s)
+    console.write_line(describe_stop(standing))
     if standing.state != "finished":
-        console.say(f"go on with it: {command('resume', folder.path)}")
+        console.write_line(f"go on with it: {command('resume', folder.path)}")
     console.answer(standing)

@@ -9,7 +9,7 @@ from farspan.app.checks import refuse_existing
 from farspan.app.configs import default_name
 from farspan.cli.arguments import load_config, takes_config, words_again
 from farspan.cli.console import Console
-from farspan.cli.detach import detached, takes_detach
+from farspan.cli.detach import run_detached, takes_detach
 from farspan.domain.problems import command
 from farspan.domain.run import RunFolder
 
@@ -36,19 +36,19 @@ def run(given: argparse.Namespace, console: Console) -> None:
         words = ["train", *words_again(given), "--run", path]
         if given.plan is not None:
             words += ["--plan", given.plan]
-        detached(words, RunFolder(path), console)
+        run_detached(words, RunFolder(path), console)
         return
     from farspan.app import training
-    from farspan.app.plans import planned_before
-    from farspan.cli.report_text import say_result
+    from farspan.app.plans import read_planned
+    from farspan.cli.report_text import print_result
     from farspan.cli.show import Show
 
     with Show(console) as show:
         if given.plan is None:
-            folder = training.start(path, config, show)
+            folder = training.plan_run(path, config, show)
         else:
-            planned = planned_before(given.plan, config, given.config, show)
-            folder = training.make(path, config, planned, show)
+            planned = read_planned(given.plan, config, given.config, show)
+            folder = training.make_run(path, config, planned, show)
         report = training.train_new(folder, show)
-    say_result(report, console)
+    print_result(report, console)
     console.answer({"run": str(path), "measurement": report.measurement})

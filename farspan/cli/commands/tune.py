@@ -33,12 +33,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace, console: Console) -> None:
     folder = find_run(given, console)
     check_store(given)
-    from farspan.app.indexing import embed
+    from farspan.app.indexing import update_index
     from farspan.cli.answers import evaluation_text
     from farspan.cli.show import Show
 
     with Show(console) as show:
-        indexed = embed(
+        indexed = update_index(
             folder,
             show,
             store=given.store,
@@ -48,8 +48,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
             queries=given.queries,
             qrels=given.qrels,
         )
-    console.say(evaluation_text(indexed.manifest))
+    console.write_line(evaluation_text(indexed.manifest))
     search = command("search", "...", folder.path)
-    console.say(f"index: {folder.index}; next: {search}")
+    console.write_line(f"index: {folder.index}; next: {search}")
     answer = {"run": str(folder.path), "index": str(folder.index), "manifest": indexed.manifest}
     console.answer(answer)

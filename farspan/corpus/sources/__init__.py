@@ -36,7 +36,7 @@ class Source(Protocol):
     def documents(self) -> Iterator[Document]: ...
 
 
-def available() -> list[str]:
+def list_sources() -> list[str]:
     """List the sources' names without importing them."""
     modules = (module.name for module in pkgutil.iter_modules(__path__))
     return sorted(module for module in modules if not module.startswith("_"))
@@ -46,7 +46,7 @@ def open_source(spec: str) -> Source:
     """Open the source that `spec` names; refuses what does not exist."""
     name, colon, location = spec.partition(":")
     name = "huggingface" if name == "hf" else name
-    if name not in available() or (not colon and _is_path(name, spec)):
+    if name not in list_sources() or (not colon and _is_path(name, spec)):
         _refuse_misspelt(spec)
         name = "folder"
         location = spec
@@ -56,7 +56,9 @@ def open_source(spec: str) -> Source:
 
 def _refuse_misspelt(spec: str) -> None:
     """Refuse a word that is neither a path nor a source and means one: `pydoc`."""
-    likely = suggest(spec, (name for name in available() if name not in ("folder", "huggingface")))
+    likely = suggest(
+        spec, (name for name in list_sources() if name not in ("folder", "huggingface"))
+    )
     if likely and not Path(spec).expanduser().exists():
         raise Refusal(
             "path-missing",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from farspan.corpus.documents import numbered, parts, unix
+from farspan.corpus.documents import normalize_line_ends, part_title, split_parts
 from farspan.corpus.guarded import GuardedReader, Reader
 from farspan.corpus.markdown import MarkdownOutline
 from farspan.corpus.outline import Outline, UnderlinedOutline
@@ -234,17 +234,17 @@ def _read_plain(file: Path, encoding: str) -> Iterator[Document]:
     line = 1
     page = 0
     at = 0
-    for number, text in enumerate(parts(_read_outlined(file, encoding, outline)), 1):
+    for number, text in enumerate(split_parts(_read_outlined(file, encoding, outline)), 1):
         # A text with form feeds, as `pdftotext` writes it, has pages.
         page = page or int("\f" in text)
         headings: tuple[Heading, ...] | msgspec.UnsetType = msgspec.UNSET
         if outline:
-            size = len(unix(text))
+            size = len(normalize_line_ends(text))
             headings = outline.take(at, at + size)
             at += size
             title = (outline.title or title) if number == 1 else title
         yield Document(
-            title=numbered(title, number),
+            title=part_title(title, number),
             text=text,
             origin=str(file),
             line=line,

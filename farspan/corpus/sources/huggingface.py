@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from farspan.corpus._hub import hub
+from farspan.corpus._hub import use_cache_if_unreachable
 from farspan.corpus.rows import NO_TEXT, TEXT_FIELDS, row_document
 from farspan.domain.codec import missing_path
 from farspan.domain.corpus import Document, SkipLog
@@ -89,7 +89,7 @@ class HuggingFace:
             elif folder.exists():
                 splits = datasets.load_dataset(self.name, self.config, streaming=True)
             else:
-                with hub() as fault:
+                with use_cache_if_unreachable() as fault:
                     splits = datasets.load_dataset(self.name, self.config, streaming=True)
             if isinstance(splits, dict):
                 first = next(iter(splits))

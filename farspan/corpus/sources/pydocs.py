@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from farspan.corpus.processes import spawned
+from farspan.corpus.processes import spawn_pool
 from farspan.domain.corpus import Document, SkipLog
 
 #: Not documentation, or not fit to be read: test suites, generated code, the internals of torch's
@@ -75,7 +75,7 @@ def open_source(location: str) -> PyDocs:
 def _collect_docstrings() -> dict[str, str]:
     """Map public qualified names to docstrings, of all that is parsed or imported."""
     paths, modules = zip(*_find_files(), strict=True)
-    with spawned(min(4, os.cpu_count() or 1)) as pool:
+    with spawn_pool(min(4, os.cpu_count() or 1)) as pool:
         parsed = list(pool.map(_parse_file, paths, modules, chunksize=64))
     documented: _Pairs = []
     imports: set[tuple[str, str]] = set()

@@ -15,36 +15,36 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
 from farspan.domain.suggest import advise, known_names
-from farspan.launch.workers import Held, Workers
+from farspan.launch.workers import SupervisorState, Workers
 
 
-def names() -> list[str]:
+def launcher_names() -> list[str]:
     modules = [module.name for module in pkgutil.iter_modules(__path__)]
     return sorted(name for name in modules if not name.startswith("_"))
 
 
-def split(name: str) -> tuple[str, str]:
+def split_launcher(name: str) -> tuple[str, str]:
     """Split off a launcher's argument, which comes after a colon (`ray:10.0.0.1:6379`). Raises
     Refusal."""
     kind, _, argument = name.partition(":")
-    if kind not in names() or (argument and kind != "ray"):
+    if kind not in launcher_names() or (argument and kind != "ray"):
         raise Refusal(
             "launcher-unusable",
             what=f"there is no launcher {name!r}",
             where="run.yaml, key parallel.launcher",
-            fact=f"{known_names(kind, names())}, ray:ADDRESS",
-            remedy=advise(kind, names(), option="--launcher"),
+            fact=f"{known_names(kind, launcher_names())}, ray:ADDRESS",
+            remedy=advise(kind, launcher_names(), option="--launcher"),
             key="parallel.launcher",
         )
     return kind, argument
 
 
-def launch(
-    name: str, plan: Plan, run: RunFolder, cluster: Cluster, held: Held | None = None
+def launch_workers(
+    name: str, plan: Plan, run: RunFolder, cluster: Cluster, held: SupervisorState | None = None
 ) -> Workers:
     """Return workers of `plan` on hosts of `cluster`, started by entering them; of an epoch that a
     supervisor `held`, if given. Raises Refusal (launcher-unusable)."""
-    kind, argument = split(name)
+    kind, argument = split_launcher(name)
     module = importlib.import_module(f"{__name__}.{kind}")
     workers: Workers = module.Launch(plan, run, cluster, argument, held)
     return workers

@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from farspan.domain.interpreter import module_command
-from farspan.domain.run import ON_STDIN, SECRET
-from farspan.launch.hosts import interpreter
+from farspan.domain.run import ON_STDIN, SECRET_VARIABLE
+from farspan.launch.hosts import host_python
 from farspan.launch.processes import (
     HostProcess,
     Process,
-    place,
+    rendezvous_environment,
     run_folder,
     with_environment,
     worker_environment,
 )
-from farspan.launch.rendezvous import arrange
+from farspan.launch.rendezvous import arrange_rendezvous
 from farspan.launch.workers import Workers
 
 
@@ -25,14 +25,14 @@ class Launch(Workers):
     sends = True
 
     def start(self) -> Iterator[Process]:
-        rendezvous = arrange(self.hosts)
+        rendezvous = arrange_rendezvous(self.hosts)
         by_name = {host.name: host for host in self.hosts}
         for rank, device in enumerate(self.plan.devices):
             host = by_name[device.host]
             folder = run_folder(host, self.plan, self.run)
             values = {
                 **worker_environment(device.threads),
-                **place(host, rendezvous),
+                **rendezvous_environment(host, rendezvous),
                 **self.environment,
                 "RANK": str(rank),
                 "WORLD_SIZE": str(len(self.plan.devices)),
@@ -40,13 +40,13 @@ class Launch(Workers):
             spare = self.spare(device)
             log = self.log(f"rank-{rank}")
             if spare is not None:
-                values[SECRET] = ON_STDIN
+                values[SECRET_VARIABLE] = ON_STDIN
                 log_path = Path(log.name).absolute()
                 spare.begin(rank, folder, values, log_path, rendezvous.secret)
                 yield spare
                 continue
             paths = (str(folder.plan), str(folder.path))
-            words = module_command(interpreter(host), "farspan.runtime.worker", *paths)
+            words = module_command(host_python(host), "farspan.runtime.worker", *paths)
             yield HostProcess(
                 host,
                 (rank,),

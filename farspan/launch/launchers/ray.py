@@ -30,8 +30,8 @@ from farspan.domain.install import install_command_there
 from farspan.domain.interpreter import module_command
 from farspan.domain.problems import Refusal
 from farspan.domain.worker_exit import WorkerExit
-from farspan.launch.examine import address, agents
-from farspan.launch.hosts import interpreter
+from farspan.launch.examine import host_address, start_agents
+from farspan.launch.hosts import host_python
 from farspan.launch.processes import (
     HostProcess,
     Process,
@@ -39,7 +39,7 @@ from farspan.launch.processes import (
     with_environment,
     worker_environment,
 )
-from farspan.launch.rendezvous import arrange
+from farspan.launch.rendezvous import arrange_rendezvous
 from farspan.launch.workers import Workers
 
 #: Token authentication, and labels that actors are placed by, exist since then.
@@ -92,7 +92,7 @@ def read_cluster(where: str) -> Cluster:
 
     Raises Refusal (launcher-unusable) where this machine cannot join it.
     """
-    require_ray({"this machine": installed("ray")})
+    require_ray({"this machine": package_version("ray")})
     environment = {**os.environ, "RAY_AUTH_MODE": "token", **require_token(os.environ, Path.home())}
     words = module_command(sys.executable, "farspan.launch.ray_driver", "describe", where)
     try:
@@ -112,8 +112,8 @@ def read_cluster(where: str) -> Cluster:
 def _host_of_node(node: Node) -> Host:
     """Return a node's GPUs, or its CPU as one device. Folders are its own: Ray knows no shared
     disks."""
-    kinds = catalog.devices()
-    kind = catalog.kind_of_label(node.accelerator or "")
+    kinds = catalog.load_devices()
+    kind = catalog.find_kind_of_label(node.accelerator or "")
     devices: tuple[Device, ...]
     if not node.gpus:
         cpu = kinds["cpu-avx2"].device("cpu-avx2", node.memory)
@@ -145,8 +145,8 @@ def _device_of_gpu(card: Gpu, node: Node) -> Device:
 
     One that shares the machine's memory names none of its own.
     """
-    kind = catalog.kind_of(card.name)
-    if kind and (known := catalog.devices()[kind].device(kind, card.memory or None)):
+    kind = catalog.find_kind(card.name)
+    if kind and (known := catalog.load_devices()[kind].device(kind, card.memory or None)):
         return known
     has_bf16 = card.capability is None or card.capability >= (8, 0)
     sheet = DataSheet(dtypes=("fp32", "bf16", "fp16") if has_bf16 else ("fp32", "fp16"))
@@ -173,14 +173,14 @@ class Launch(Workers):
         running = self.argument
         (self.run.logs / EXITS).unlink(missing_ok=True)
         if running:
-            require_ray({"this machine": installed("ray")})
+            require_ray({"this machine": package_version("ray")})
             token = require_token(os.environ, Path.home())
             yield self._start_driver(head, running, token, secrets.token_hex(32))
             return
         for host in self.hosts:
             refuse_public(host)
-        rendezvous = arrange(self.hosts)
-        with agents(self.hosts) as (reached, _):
+        rendezvous = arrange_rendezvous(self.hosts)
+        with start_agents(self.hosts) as (reached, _):
             facts = {name: agent.ask("facts") for name, agent in reached.items()}
             require_ray({name: answer["packages"]["ray"] for name, answer in facts.items()})
         token = {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -201,7 +201,7 @@ class Launch(Workers):
         gpus = sum(device.backend == "cuda" for device in host.devices)
         site = self.cluster.site_of(host.name).name
         options += [
-            f"--node-ip-address={_resolve_ip(address(host))}",
+            f"--node-ip-address={_resolve_ip(host_address(host))}",
             f"--num-cpus={len(host.devices)}",
             f"--num-gpus={gpus}",
             f"--dashboard-host={LOOPBACK}",
@@ -209,7 +209,7 @@ class Launch(Workers):
             "--disable-usage-stats",
             "--include-log-monitor=false",
         ]
-        words = module_command(interpreter(host), "farspan.launch.ray_node", *options)
+        words = module_command(host_python(host), "farspan.launch.ray_node", *options)
         # Ray's own niceness for workers, 15, leaves them what others leave over. Nothing of ours is
         # served from a node that stops, and for half a minute it would wait for a head that is
         # gone.
@@ -225,7 +225,7 @@ class Launch(Workers):
             with_environment(environment, words),
             log=self.log(f"ray-{host.name}"),
             keep_open=self.keep_open,
-            first_input=first_line(token),
+            first_input=token_line(token),
         )
 
     def _start_driver(
@@ -252,7 +252,7 @@ class Launch(Workers):
             gpus=tuple(gpus),
         )
         task = msgspec.json.encode(job).decode()
-        words = module_command(interpreter(head), "farspan.launch.ray_driver", task)
+        words = module_command(host_python(head), "farspan.launch.ray_driver", task)
         environment = {
             "RAY_AUTH_MODE": token.get("RAY_AUTH_MODE", "token"),
             **worker_environment(1),
@@ -264,11 +264,11 @@ class Launch(Workers):
             with_environment(environment, words),
             log=self.log("rank-0"),
             keep_open=self.keep_open,
-            first_input=first_line(token) + f"{secret}\n".encode(),
+            first_input=token_line(token) + f"{secret}\n".encode(),
         )
 
 
-def installed(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     """Return the version of a package of this interpreter."""
     try:
         return metadata.version(package)
@@ -324,7 +324,7 @@ def require_token(environment: os._Environ[str] | dict[str, str], home: Path) ->
     )
 
 
-def first_line(token: dict[str, str]) -> bytes:
+def token_line(token: dict[str, str]) -> bytes:
     """Return a process's first input line: the token itself, as its file is on this machine alone;
     empty for none."""
     text = token.get("RAY_AUTH_TOKEN", "")
@@ -336,7 +336,7 @@ def first_line(token: dict[str, str]) -> bytes:
 def refuse_public(host: Host) -> None:
     """Refuse a host with a public address: Ray listens on it, and every holder of the token may run
     code."""
-    where = _resolve_ip(address(host))
+    where = _resolve_ip(host_address(host))
     if ipaddress.ip_address(where).is_global:
         raise Refusal(
             "launcher-unusable",

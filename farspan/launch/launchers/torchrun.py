@@ -15,16 +15,16 @@ from collections.abc import Iterator
 from farspan.domain.interpreter import module_command
 from farspan.domain.run import STORE_PORT
 from farspan.domain.worker_exit import WorkerExit
-from farspan.launch.hosts import interpreter
+from farspan.launch.hosts import host_python
 from farspan.launch.processes import (
     HostProcess,
     Process,
-    place,
+    rendezvous_environment,
     run_folder,
     with_environment,
     worker_environment,
 )
-from farspan.launch.rendezvous import arrange
+from farspan.launch.rendezvous import arrange_rendezvous
 from farspan.launch.workers import SAVE_TIMEOUT_S, Workers
 
 #: One of the failures at the end of what torchrun prints.
@@ -33,7 +33,7 @@ FAILURE = re.compile(r"^  rank\s*: (\d+) .*\n  exitcode\s*: (-?\d+)", re.MULTILI
 
 class Launch(Workers):
     def start(self) -> Iterator[Process]:
-        rendezvous = arrange(self.hosts)
+        rendezvous = arrange_rendezvous(self.hosts)
         for node, host in enumerate(self.hosts):
             folder = run_folder(host, self.plan, self.run)
             ranks = self.ranks_on(host)
@@ -41,7 +41,7 @@ class Launch(Workers):
             # By itself torchrun kills workers that still save 30 s after it was asked to end.
             values = {
                 **worker_environment(threads),
-                **place(host, rendezvous),
+                **rendezvous_environment(host, rendezvous),
                 "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{SAVE_TIMEOUT_S:.0f}",
                 STORE_PORT: str(rendezvous.port),
                 **self.environment,
@@ -58,7 +58,7 @@ class Launch(Workers):
                 str(folder.plan),
                 str(folder.path),
             ]
-            words = module_command(interpreter(host), "torch.distributed.run", *options)
+            words = module_command(host_python(host), "torch.distributed.run", *options)
             # Nor does it end where its launcher is gone, and its workers look at torchrun alone.
             yield HostProcess(
                 host,

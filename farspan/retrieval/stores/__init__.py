@@ -108,7 +108,7 @@ class StoreModule(Protocol):
         """Remove the table or collection from a server, if it is farspan's."""
 
 
-def names() -> list[str]:
+def store_names() -> list[str]:
     """Every store, without importing any."""
     return sorted(
         module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")
@@ -119,13 +119,13 @@ def resolve(spec: str, option: str = "") -> tuple[str, str]:
     """Return the store that a user means and its location, by run.yaml or by an option; refuse an
     unknown store, and a location with a password in it: a run's files are shared and copied."""
     name, _, location = (DEFAULT if spec == "auto" else spec).partition(":")
-    if name not in names():
+    if name not in store_names():
         raise Refusal(
             "out-of-range",
             what=f"there is no vector store {name!r}",
             where=option or "run.yaml, key index.store",
-            fact=known_names(name, names(), "stores"),
-            remedy=advise(name, names(), verb="set index.store:", option=option),
+            fact=known_names(name, store_names(), "stores"),
+            remedy=advise(name, store_names(), verb="set index.store:", option=option),
             key=None if option else "index.store",
         )
     user, at, _ = location.partition("://")[2].rpartition("@")

@@ -26,8 +26,8 @@ import torch
 
 from farspan import models
 from farspan.domain.codec import content_hash, parse_json, save, write_atomically
-from farspan.domain.epoch import readable_ledger, require
-from farspan.domain.model import parameters
+from farspan.domain.epoch import readable_ledger, require_current
+from farspan.domain.model import count_parameters
 from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan
 from farspan.domain.problems import EXIT_CODES, Refusal
@@ -83,7 +83,7 @@ def bytes_needed(plan: Plan) -> int:
 
 def model_bytes(plan: Plan) -> int:
     """Return the size of the weights alone, and some headers."""
-    return 4 * parameters(plan.model) + HEADERS
+    return 4 * count_parameters(plan.model) + HEADERS
 
 
 def check_disk(folder: Path, needed: int) -> None:
@@ -109,13 +109,13 @@ def unfinished(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
-def begin(path: Path, size: int, epoch: int = 0) -> None:
+def make_folder(path: Path, size: int, epoch: int = 0) -> None:
     """Make the folder that a checkpoint of `size` bytes is written in. Raises OSError, or Refusal
     (disk-full, or superseded where another start of the run has begun since this epoch)."""
-    require(_ledger_path(path), epoch)
+    require_current(_ledger_path(path), epoch)
     # No parents: a run's folder that was deleted is not made again.
     path.parent.mkdir(exist_ok=True)
-    mend(path.parent)
+    clean_up(path.parent)
     check_disk(path.parent, size)
     unfinished(path).mkdir()
 
@@ -161,7 +161,7 @@ def commit(path: Path, ranks: Iterable[int], progress: TrainerState) -> int:
                 slices = tensors[name].slices + slices
             tensors[name] = GlobalTensor(shape=tensor.shape, slices=slices)
         listed.unlink()
-    require(_ledger_path(path), progress.epoch)
+    require_current(_ledger_path(path), progress.epoch)
     checksum = checksum_of(progress, tensors)
     save(Manifest(progress=progress, tensors=tensors, checksum=checksum), folder / MANIFEST)
     sync(folder)
@@ -172,12 +172,12 @@ def commit(path: Path, ranks: Iterable[int], progress: TrainerState) -> int:
         os.rename(path, old)
     os.rename(folder, path)
     sync(path.parent)
-    with suppress(OSError):  # The next `mend` finds it.
+    with suppress(OSError):  # The next `clean_up` finds it.
         _remove_path(old)
     return size
 
 
-def mend(folder: Path) -> None:
+def clean_up(folder: Path) -> None:
     """Clean up after a worker that was killed: remove what it had not finished to write or to
     delete. A folder that was put aside while it was replaced comes back, or goes if the new one is
     there."""
@@ -250,7 +250,7 @@ def newest_first(folder: Path) -> Iterator[Path]:
 #   ------------------------------------------------------------------------------------------------
 
 
-def read(path: Path) -> Manifest:
+def read_checked_manifest(path: Path) -> Manifest:
     """Return a checkpoint's manifest, which does not contradict itself. Raises Corrupt."""
     manifest = read_manifest(path)
     if not path.name.startswith("step-"):
@@ -281,7 +281,7 @@ def _has_its_files(path: Path) -> bool:
 
 def verify(path: Path) -> TrainerState:
     """Check every byte of a checkpoint's tensors; return its progress or raise Corrupt."""
-    manifest = read(path)
+    manifest = read_checked_manifest(path)
     manifest.check({name: tensor.shape for name, tensor in manifest.tensors.items()})
     with Stored(path, manifest.tensors) as stored:
         stored.verify()
@@ -304,7 +304,7 @@ def shapes_of(plan: Plan, kinds: Iterable[str] = (MODEL, *MOMENTS)) -> dict[str,
     return shapes
 
 
-def own(replica: int, kind: str) -> str:
+def replica_kind(replica: int, kind: str) -> str:
     """Return the name of a kind of tensors that one of several replicas has of its own."""
     return f"replica-{replica}/{kind}"
 
@@ -316,11 +316,11 @@ def kinds_of(plan: Plan) -> tuple[str, ...]:
         return MODEL, *MOMENTS, *average
     kinds = [MODEL, MOMENTUM, *average]
     for replica in range(len(plan.replicas)):
-        kinds += [own(replica, kind) for kind in OWN]
+        kinds += [replica_kind(replica, kind) for kind in OWN]
     return tuple(kinds)
 
 
-def sources(plan: Plan, replica: int, stored: Manifest) -> Mapping[str, tuple[str, ...]]:
+def source_kinds(plan: Plan, replica: int, stored: Manifest) -> Mapping[str, tuple[str, ...]]:
     """List by kind what a worker of a replica restores its state from: the mean of these kinds,
     zeros if there are none.
 
@@ -330,7 +330,7 @@ def sources(plan: Plan, replica: int, stored: Manifest) -> Mapping[str, tuple[st
     """
     kinds: dict[str, tuple[str, ...]] = {MODEL: (MODEL,)}
     for kind in MOMENTS:
-        kinds[kind] = tuple(own(r, kind) for r in range(stored.replicas)) or (kind,)
+        kinds[kind] = tuple(replica_kind(r, kind) for r in range(stored.replicas)) or (kind,)
     if plan.train.optimizer.average:
         kinds[AVERAGE] = (AVERAGE,)
     if plan.sync is None:
@@ -339,7 +339,7 @@ def sources(plan: Plan, replica: int, stored: Manifest) -> Mapping[str, tuple[st
     kinds["master"] = (MODEL,)
     if stored.replicas == len(plan.replicas):
         for kind in OWN:
-            kinds[kind] = (own(replica, kind),)
+            kinds[kind] = (replica_kind(replica, kind),)
     return kinds
 
 
@@ -349,7 +349,7 @@ def read_weights(
     """Read the fp32 weights of a checkpoint or of `best`, by parameter name, the progress they are
     from, and a checksum of them. `shapes` are those of a plan's model (`shapes_of`). Raises
     Corrupt."""
-    manifest = read(path)
+    manifest = read_checked_manifest(path)
     manifest.check(shapes)
     wanted = {name: tensor for name, tensor in manifest.tensors.items() if name in shapes}
     weights = dict[str, torch.Tensor]()

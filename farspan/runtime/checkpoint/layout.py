@@ -240,7 +240,9 @@ def _split_inside_row(
         yield (row, *at), (1, *size), before + first
 
 
-def overlap(a_at: Ints, a_shape: Ints, b_at: Ints, b_shape: Ints) -> tuple[Ints, Ints] | None:
+def intersect_boxes(
+    a_at: Ints, a_shape: Ints, b_at: Ints, b_shape: Ints
+) -> tuple[Ints, Ints] | None:
     """Intersect two boxes of one tensor: (at, shape), or None if they are disjoint."""
     at = list[int]()
     shape = list[int]()
@@ -254,7 +256,7 @@ def overlap(a_at: Ints, a_shape: Ints, b_at: Ints, b_shape: Ints) -> tuple[Ints,
     return tuple(at), tuple(shape)
 
 
-def within(tensor: Tensor, at: Ints, box_at: Ints, shape: Ints) -> Tensor:
+def view_box(tensor: Tensor, at: Ints, box_at: Ints, shape: Ints) -> Tensor:
     """Return the view of a box in a tensor that begins at `at` of the global one."""
     for dim, (low, start, size) in enumerate(zip(at, box_at, shape, strict=True)):
         tensor = tensor.narrow(dim, start - low, size)

@@ -41,7 +41,7 @@ def restore(
     paths = list[Path]()
     if rank == 0:
         with suppress(OSError):  # A save that fails so reports it.
-            checkpoint.mend(folder)
+            checkpoint.clean_up(folder)
         paths = list(checkpoint.newest_first(folder))
     corrupt = list[str]()
     newest = 0
@@ -91,7 +91,7 @@ def restore(
 
 
 def kept_by_kind(executor: Executor) -> dict[str, Sequence[Tensor]]:
-    """Return what this worker keeps by bucket, by the kinds of `checkpoint.sources`."""
+    """Return what this worker keeps by bucket, by the kinds of `checkpoint.source_kinds`."""
     state = executor.state
     outer = executor.outer
     kept: dict[str, Sequence[Tensor]] = {MODEL: state.master}
@@ -107,14 +107,14 @@ def kept_by_kind(executor: Executor) -> dict[str, Sequence[Tensor]]:
 def _read_resumable(path: Path, plan: Plan, accept: Callable[[TrainerState], None]) -> Manifest:
     """Read on rank 0 the manifest of a checkpoint that this plan can resume from. Raises Corrupt,
     and Refusal for another training's."""
-    manifest = checkpoint.read(path)
+    manifest = checkpoint.read_checked_manifest(path)
     accept(manifest.progress)
     step = manifest.progress.step
     limit = plan.train.step_limit
     if step > limit:
         raise Corrupt(f"it is of step {step}, and the plan has {limit}")
     for replica in range(len(plan.replicas)):
-        sources = checkpoint.sources(plan, replica, manifest)
+        sources = checkpoint.source_kinds(plan, replica, manifest)
         kinds = set[str]().union(*sources.values())
         manifest.check(checkpoint.shapes_of(plan, sorted(kinds)))
     return manifest
@@ -142,7 +142,7 @@ class _Reader:
                 self._whole.receive(flats)
         else:
             try:
-                manifest = manifest or checkpoint.read(path)
+                manifest = manifest or checkpoint.read_checked_manifest(path)
             except Corrupt as error:
                 problem = str(error)
             else:
@@ -155,7 +155,7 @@ class _Reader:
 
     def _fill_own(self, stored: Stored, manifest: Manifest) -> str:
         own = self._whole.manifests[self._rank]
-        sources = checkpoint.sources(self._plan, own.replica, manifest)
+        sources = checkpoint.source_kinds(self._plan, own.replica, manifest)
         try:
             for kind, flats in self._targets.items():
                 for flat, pieces in zip(flats, own.pieces, strict=True):
@@ -176,7 +176,7 @@ class _Reader:
             if kind == checkpoint.SECOND and theirs.matrices[b]:
                 return torch.zeros(0)
             values = torch.zeros(theirs.sizes[b])
-            sources = checkpoint.sources(self._plan, theirs.replica, manifest)
+            sources = checkpoint.source_kinds(self._plan, theirs.replica, manifest)
             try:
                 for piece in theirs.pieces[b]:
                     _fill_with_mean(stored, sources[kind], piece, values)

@@ -200,7 +200,7 @@ class Checkpointer:
             if self._executor.outer is not None:
                 replica = self._executor.topology.replica_index
                 for kind in OWN:
-                    flats[checkpoint.own(replica, kind)] = flats.pop(kind)
+                    flats[checkpoint.replica_kind(replica, kind)] = flats.pop(kind)
             size = checkpoint.bytes_needed(self._plan)
             try:
                 self._begin_write(state, path, flats, size, due=due)
@@ -321,7 +321,7 @@ class Checkpointer:
         why = ""
         if self._rank == 0:
             try:
-                checkpoint.begin(path, size, state.epoch)
+                checkpoint.make_folder(path, size, state.epoch)
             except (OSError, Refusal) as error:
                 why = _clear_failed(path, error)
         # Before the others go on: a quick one sends its part while this worker still copies its
@@ -458,7 +458,7 @@ def _clear_failed(path: Path, error: BaseException) -> str:
     if isinstance(error, Refusal) and error.problem.code == "superseded":
         raise error  # The files there are another start's.
     with suppress(OSError):
-        checkpoint.mend(path.parent)
+        checkpoint.clean_up(path.parent)
     return reason(error) if isinstance(error, Exception) else str(error)
 
 

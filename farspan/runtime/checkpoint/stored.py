@@ -33,9 +33,9 @@ from farspan.runtime.checkpoint.layout import (
     Manifest,
     StoredSlice,
     checksum_of,
+    intersect_boxes,
     key_of,
-    overlap,
-    within,
+    view_box,
 )
 
 #: Bytes of a safetensors header, and of a manifest, at most.
@@ -94,7 +94,7 @@ def digest(block: bytes | memoryview) -> str:
 
 
 @contextmanager
-def reading() -> Iterator[None]:
+def corrupt_on_error() -> Iterator[None]:
     """Raise Corrupt for any error in reading a checkpoint: it is not whole."""
     try:
         yield
@@ -116,7 +116,7 @@ def reason(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def opened(path: Path) -> int:
+def open_regular_file(path: Path) -> int:
     """Open a regular file for reading: no link, which could lead out of the run, and no pipe,
     which would be waited for. Raises Corrupt."""
     try:
@@ -133,7 +133,7 @@ def opened(path: Path) -> int:
 
 def read_small(path: Path, most: int) -> bytes:
     """Read a file of at most `most` bytes. Raises Corrupt."""
-    with reading(), open(opened(path), "rb") as file:
+    with corrupt_on_error(), open(open_regular_file(path), "rb") as file:
         content = file.read(most + 1)
         if len(content) > most:
             raise Corrupt(f"{path.name} has more than {most} bytes")
@@ -144,7 +144,7 @@ def read_manifest(path: Path) -> Manifest:
     """Read the manifest in a checkpoint's folder, and check that it is consistent. Raises
     Corrupt."""
     content = read_small(path / MANIFEST, MOST_MANIFEST)
-    with reading():
+    with corrupt_on_error():
         manifest = parse_json(content, Manifest, path / MANIFEST)
         raw = msgspec.json.decode(content)
         if checksum_of(raw["progress"], raw["tensors"]) != manifest.checksum:
@@ -177,9 +177,9 @@ class Stored:
         if name not in self.tensors:
             raise Corrupt(f"it has no {name}")
         filled = 0
-        with reading():
+        with corrupt_on_error():
             for part in self.tensors[name].slices:
-                shared = overlap(at, tuple(target.shape), part.at, part.shape)
+                shared = intersect_boxes(at, tuple(target.shape), part.at, part.shape)
                 if shared is None:
                     continue
                 low, shape = shared
@@ -192,7 +192,7 @@ class Stored:
                     stop = start + shape[0]
                     begin = (low[0], *part.at[1:])
                 rows = self._read_rows(name, part, start, stop)
-                within(target, at, low, shape).copy_(within(rows, begin, low, shape))
+                view_box(target, at, low, shape).copy_(view_box(rows, begin, low, shape))
                 filled += math.prod(shape)
         if filled != target.numel():
             raise Corrupt(f"{name} is not whole")
@@ -208,7 +208,7 @@ class Stored:
 
     def verify(self) -> None:
         """Read every block. Raises Corrupt."""
-        with reading():
+        with corrupt_on_error():
             for name, tensor in self.tensors.items():
                 for part in tensor.slices:
                     num_rows = part.shape[0] if part.shape else 1
@@ -260,7 +260,7 @@ class Stored:
 
     def _open_file(self, name: str) -> tuple[int, dict[str, object], int]:
         if name not in self._open:
-            descriptor = opened(self.path / name)
+            descriptor = open_regular_file(self.path / name)
             self._open[name] = descriptor, {}, 0
             size = int.from_bytes(os.pread(descriptor, LENGTH, 0), "little")
             file_size = os.fstat(descriptor).st_size

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from farspan.domain.problems import Refusal
-from farspan.domain.run import SECRET, STORE_PORT
+from farspan.domain.run import SECRET_VARIABLE, STORE_PORT
 from farspan.runtime.comm import tcp
 from farspan.runtime.comm.heartbeat import RTTS, SILENCE_S, Heartbeat, How
 from farspan.runtime.comm.notices import Notices, came
@@ -40,7 +40,7 @@ def backend(kinds: Iterable[str]) -> str:
     return NCCL if all(kind == "cuda" for kind in kinds) else GLOO
 
 
-def meet(rank: int, world: int, secret: bytes) -> Notices | None:
+def connect_workers(rank: int, world: int, secret: bytes) -> Notices | None:
     """Connect all workers of a run at MASTER_ADDR and return their notices; None for a
     worker alone. Raises Refusal where they do not all come within START_S."""
     if world == 1:
@@ -68,10 +68,10 @@ def meet(rank: int, world: int, secret: bytes) -> Notices | None:
             fact=fact,
             remedy=(
                 "start every rank of the plan, with the same MASTER_ADDR, MASTER_PORT, "
-                f"WORLD_SIZE and {SECRET}"
+                f"WORLD_SIZE and {SECRET_VARIABLE}"
             ),
         ) from None
-    tcp.expire(SILENCE_S, RTTS)
+    tcp.set_timeouts(SILENCE_S, RTTS)
     return notices
 
 
@@ -83,12 +83,12 @@ def _connect_store(notices: Notices) -> Store:
     if notices.rank != 0:
         port = int(notices.wait([STORE])[0])
         return TCPStore(address, port, None, False, start, wait_for_workers=False)
-    own = tcp.listening(address)
+    own = tcp.listen_address(address)
     server = socket.create_server((own, 0))
     _, port = server.getsockname()
     fd = server.detach()
     store = TCPStore(own, port, None, True, start, wait_for_workers=False, master_listen_fd=fd)
-    notices.say(STORE, str(port))
+    notices.send_to_all(STORE, str(port))
     return store
 
 
@@ -121,7 +121,7 @@ class Group:
                     self.watch(lost)
                 # The kinds of device of all workers: those of a probe have no plan that lists them.
                 keys = [f"farspan/kind/{peer}" for peer in range(world)]
-                notices.say(keys[rank], device.type)
+                notices.send_to_all(keys[rank], device.type)
                 kinds = [kind.decode() for kind in notices.wait(keys)]
                 store = _connect_store(notices)
             self._heartbeat.opened()
@@ -150,10 +150,10 @@ class Group:
         that are cut time out."""
         if self._notices is None:
             return
-        tcp.expire(SILENCE_S, RTTS)
+        tcp.set_timeouts(SILENCE_S, RTTS)
         self._introductions += 1
         keys = [f"farspan/ends/{peer}/{self._introductions}" for peer in range(self.world)]
-        self._notices.say(keys[self.rank], " ".join(tcp.own()))
+        self._notices.send_to_all(keys[self.rank], " ".join(tcp.own_addresses()))
         # Without a limit: others may read their checkpoint for long.
         published = self._notices.wait(keys)
         ranks = dict[str, int]()
@@ -168,7 +168,7 @@ class Group:
         peers = [self._ranks[end] for end in ends if end in self._ranks]
         if not peers or self._heartbeat is None:
             return None
-        lost_peer = self._heartbeat.tell(peers[0], "connection")
+        lost_peer = self._heartbeat.report_loss(peers[0], "connection")
         self._heartbeat.stay()
         return lost_peer
 

@@ -113,7 +113,7 @@ class Heartbeat:
     def _send_beats(self) -> None:
         while True:
             # Of connections that were made since, too.
-            tcp.expire(SILENCE_S, RTTS)
+            tcp.set_timeouts(SILENCE_S, RTTS)
             if self._rank != 0:
                 beat = Beat(time.monotonic(), self._rtt_s)
                 self._notices.beat(0, _encode(beat))
@@ -131,7 +131,7 @@ class Heartbeat:
             self._rtts_s.append(time.monotonic() - beat.sent_s)
 
     def _check_for_loss(self) -> None:
-        if (message := self._notices.heard(LOST)) is not None:
+        if (message := self._notices.value_of(LOST)) is not None:
             self._gone.append(_parse_loss(message))
 
     @property
@@ -146,7 +146,7 @@ class Heartbeat:
         while not gone and not self._ended.wait(COUNT_S):
             self._check_for_loss()
             if self._step_stalls():
-                gone.append(self.tell(self._rank, "stall"))
+                gone.append(self.report_loss(self._rank, "stall"))
             self._counted_s += COUNT_S
             for peer, last_s in self._last_beat_s.items():
                 rtt_s = max(self._rtt_s, self._their_rtt_s.get(peer, 0.0))
@@ -154,7 +154,7 @@ class Heartbeat:
                 if peer in self._opening and peer not in self._notices.ended:
                     allowed_s = OPEN_S
                 if self._counted_s - last_s > allowed_s:
-                    gone.append(self.tell(peer, "silence"))
+                    gone.append(self.report_loss(peer, "silence"))
         if gone:
             self.stay()
             lost(*gone[0])
@@ -180,11 +180,11 @@ class Heartbeat:
         median_s = statistics.median(tuple(self._steps_s))
         return self._step_s > max(STALL_S, STALL_TIMES * median_s)
 
-    def tell(self, peer: int, how: How) -> tuple[int, How]:
+    def report_loss(self, peer: int, how: How) -> tuple[int, How]:
         """Report to all workers which one is lost and how, unless another was named before; return
         that one: rank 0 if it does not answer and has named none."""
         try:
-            first = self._notices.say_first(LOST, f"{peer} {how}", ANSWER_S)
+            first = self._notices.send_first(LOST, f"{peer} {how}", ANSWER_S)
         except OSError:  # TimeoutError and ConnectionError are.
             return self._gone[0] if self._gone else (0, how)
         return _parse_loss(first)

@@ -79,7 +79,7 @@ class Messenger:
         ended."""
         works = []
         flat = data.detach().cpu().view(-1)
-        for group, part in zip(groups, parts(flat, len(groups)), strict=False):
+        for group, part in zip(groups, split_parts(flat, len(groups)), strict=False):
             work = dist.isend(part, target, group=group, tag=tag)
             assert work is not None
             works.append(Sent(work, part))
@@ -98,7 +98,7 @@ class Messenger:
         """Begin to receive `size` elements from a rank."""
         buffer = torch.empty(size, dtype=dtype)
         works = []
-        for group, part in zip(groups, parts(buffer, len(groups)), strict=False):
+        for group, part in zip(groups, split_parts(buffer, len(groups)), strict=False):
             work = dist.irecv(part, source, group=group, tag=tag)
             assert work is not None
             works.append(work)
@@ -117,7 +117,7 @@ class Messenger:
         self._before = 0
 
 
-def parts(flat: Tensor, count: int) -> tuple[Tensor, ...]:
+def split_parts(flat: Tensor, count: int) -> tuple[Tensor, ...]:
     """Split a flat tensor into up to `count` nearly equal parts, the same on both ends."""
     num_parts = max(1, min(count, flat.nbytes // LEAST_PART))
     return torch.tensor_split(flat, num_parts)

@@ -18,7 +18,7 @@ from contextlib import closing
 import msgspec
 
 from farspan.domain.problems import Refusal
-from farspan.domain.run import ON_STDIN, SECRET
+from farspan.domain.run import ON_STDIN, SECRET_VARIABLE
 from farspan.domain.standard_input import first_line
 from farspan.runtime.comm.sealed import Forged, SealedConnection, SealedStream, Server
 
@@ -38,7 +38,7 @@ def run_secret(world: int) -> bytes:
 
     Raises Refusal (launcher-unusable) where there is none.
     """
-    given = os.environ.pop(SECRET, "")
+    given = os.environ.pop(SECRET_VARIABLE, "")
     if given == ON_STDIN:
         given = first_line()
     given = given.strip()
@@ -46,11 +46,11 @@ def run_secret(world: int) -> bytes:
         raise Refusal(
             "launcher-unusable",
             what="this worker has no secret to know the others by",
-            where=f"variable {SECRET}",
+            where=f"variable {SECRET_VARIABLE}",
             fact=f"it has {len(given)} characters of {LEAST_SECRET} at least; without it anybody "
             "on the network could "
             "end the run",
-            remedy=f'on one host: {SECRET}=$(python3 -c "import secrets; '
+            remedy=f'on one host: {SECRET_VARIABLE}=$(python3 -c "import secrets; '
             'print(secrets.token_hex(32))"), and the same '
             "value on the others",
         )
@@ -93,27 +93,27 @@ class Notices:
         everyone = [came(rank) for rank in range(world)]
         if self.rank == 0:
             with closing(Server(self.secret, self._accept_worker, port)):
-                self.say(came(0), b"1")
+                self.send_to_all(came(0), b"1")
                 self.wait(everyone, seconds)
         else:
             connection = self._call_rank_0(port, end)
             self._add_connection(0, connection)
             arguments = 0, connection
             threading.Thread(target=self._receive_messages, args=arguments, daemon=True).start()
-            self.say(came(self.rank), b"1")
+            self.send_to_all(came(self.rank), b"1")
             self.wait(everyone, end - time.monotonic())
 
-    def say(self, key: str, value: bytes | str) -> None:
+    def send_to_all(self, key: str, value: bytes | str) -> None:
         """Send a value to all workers. Raises ConnectionError if rank 0 has ended."""
         self._send_message(Message(key, _to_bytes(value)))
 
-    def say_first(self, key: str, value: bytes | str, seconds: float = math.inf) -> bytes:
+    def send_first(self, key: str, value: bytes | str, seconds: float = math.inf) -> bytes:
         """Send a value to all workers unless there is one under this key; return the one that is
         there. Raises like `wait`."""
         self._send_message(Message(key, _to_bytes(value), first=True))
         return self.wait([key], seconds)[0]
 
-    def heard(self, key: str) -> bytes | None:
+    def value_of(self, key: str) -> bytes | None:
         return self._values.get(key)
 
     def wait(self, keys: Sequence[str], seconds: float = math.inf) -> list[bytes]:

@@ -36,7 +36,7 @@ class ScalarExchange:
         self._own_values: deque[Sequence[float]] = deque()
         self._waiting: deque[list[Posted]] = deque()
 
-    def say(self, values: Sequence[float]) -> None:
+    def send_values(self, values: Sequence[float]) -> None:
         """Send this worker's part."""
         messenger = self._messenger
         while self._num_posted < self._num_sent + AHEAD:
@@ -51,10 +51,10 @@ class ScalarExchange:
         self._num_sent += 1
 
     @property
-    def unheard(self) -> int:
+    def num_unreceived(self) -> int:
         return len(self._own_values)
 
-    def hear(self) -> dict[int, Sequence[float]]:
+    def receive_values(self) -> dict[int, Sequence[float]]:
         """Return all workers' parts of the oldest exchange that was not received yet, by rank."""
         parts: dict[int, Sequence[float]] = {self._rank: self._own_values.popleft()}
         for rank, receive in zip(self.others, self._waiting.popleft(), strict=True):

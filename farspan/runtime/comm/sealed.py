@@ -169,7 +169,7 @@ class Server:
     ) -> None:
         self._secret = secret
         self._answer = answer
-        address = tcp.listening(os.environ["MASTER_ADDR"])
+        address = tcp.listen_address(os.environ["MASTER_ADDR"])
         self._socket = socket.create_server((address, port))
         self.port = int(self._socket.getsockname()[1])
         threading.Thread(target=self._accept_callers, daemon=True).start()

@@ -36,7 +36,7 @@ from farspan.runtime.comm.sealed import PIECE, QUIET_S, SealedStream, Server
 OFFER = "farspan/offer"
 SHARED = "farspan/shared"
 #: The files of each part: of a run folder those that a worker reads, and of a corpus.
-NAMES = {
+PART_FILES = {
     "run": ("plan.json", "run.json", "corpus.json", "tokenizer.json", "estimate.json"),
     "corpus": ("corpus.json", *TOKEN_FILES),
 }
@@ -52,7 +52,7 @@ class ShipmentOffer(msgspec.Struct, frozen=True, kw_only=True):
     port: int
 
 
-def share(notices: Notices, rank: int, world: int, run: RunFolder) -> None:
+def share_files(notices: Notices, rank: int, world: int, run: RunFolder) -> None:
     """Wait until every worker has plan and tokens on its own disk, however long sending them over
     a slow link takes. Raises Refusal (worker-lost) for a silent one, and on rank 0 (path-missing,
     corpus-damaged) where it has no corpus to send."""
@@ -71,7 +71,7 @@ def _send_to_all(notices: Notices, world: int, run: RunFolder) -> None:
         address = os.environ["MASTER_ADDR"]
         hash_ = plan.inputs.corpus
         offer = ShipmentOffer(plan=plan.hash, corpus=hash_, address=address, port=server.port)
-        notices.say(OFFER, msgspec.json.encode(offer))
+        notices.send_to_all(OFFER, msgspec.json.encode(offer))
         waiting = set(range(1, world))
         seen = 0
         deadline = time.monotonic() + QUIET_S
@@ -93,7 +93,7 @@ def _send_to_all(notices: Notices, world: int, run: RunFolder) -> None:
                     remedy=run.resume(),
                 )
             time.sleep(POLL_S)
-    notices.say(SHARED, b"1")
+    notices.send_to_all(SHARED, b"1")
 
 
 def _fetch_missing(notices: Notices, rank: int, run: RunFolder) -> None:
@@ -120,7 +120,7 @@ def _fetch_missing(notices: Notices, rank: int, run: RunFolder) -> None:
                     fact=f"what came is not corpus {offer.corpus}",
                     remedy="see what rank 0 says itself: logs/rank-0.log of the run",
                 )
-    notices.say(_has_key(rank), b"1")
+    notices.send_to_all(_has_key(rank), b"1")
 
 
 def _has_key(rank: int) -> str:
@@ -141,7 +141,7 @@ def _fetch_part(offer: ShipmentOffer, part: str, folder: Path, secret: bytes) ->
     try:
         address = offer.address, offer.port
         with closing(SealedStream.call(address, secret, part)) as stream:
-            receive_files(stream, temporary, lambda name: name in NAMES[part])
+            receive_files(stream, temporary, lambda name: name in PART_FILES[part])
             while stream.read(PIECE):  # Up to the last piece.
                 continue
         folder.mkdir(exist_ok=True)
@@ -178,19 +178,19 @@ class Shipment:
         return sum(stream.sent for stream in self._streams)
 
     def answer(self, part: str, stream: SealedStream) -> None:
-        if part not in NAMES:
+        if part not in PART_FILES:
             return
         folder = self._folders[part]
         if part == "corpus":
             # Only a corpus whose every block is what was prepared.
             try:
                 manifest = load(folder / "corpus.json", CorpusManifest)
-                tokens.verify(folder, manifest, find.mending_command(self._run, folder))
+                tokens.verify_corpus(folder, manifest, find.mending_command(self._run, folder))
             except Refusal as refusal:
                 self.damage = refusal
             if self.damage is not None:
                 return
         self._streams.append(stream)
-        paths = [folder / name for name in NAMES[part]]
+        paths = [folder / name for name in PART_FILES[part]]
         send_files(stream, [(path, path.name) for path in paths if path.exists()])
         stream.end()

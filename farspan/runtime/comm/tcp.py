@@ -26,7 +26,7 @@ _INFO = struct.Struct("8x60xI")
 SITE_S = 1e-3
 
 
-def pace(rate: int) -> None:
+def limit_rate(rate: int) -> None:
     """Limit every connection that this process has open now, and that leaves its site, to `rate`
     bytes a second: what all workers of a site send at once must not overflow the queue of the link
     that they share, as every packet lost there costs round trips. A rate that the option cannot
@@ -38,7 +38,7 @@ def pace(rate: int) -> None:
             connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, rate)
 
 
-def expire(seconds: float, rtts: int) -> None:
+def set_timeouts(seconds: float, rtts: int) -> None:
     """Let every connection that this process has open now fail once the other side's machine has
     not answered for `seconds` and `rtts` of its round trips, idle or not: by itself the kernel
     tries for a quarter of an hour, and for ever where nothing is to be sent."""
@@ -51,7 +51,7 @@ def expire(seconds: float, rtts: int) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1e3 * limit_s))
 
 
-def listening(address: str) -> str:
+def listen_address(address: str) -> str:
     """Return the IPv4 address that rank 0 listens on for workers that know it by this one. They may
     differ: behind address translation no interface has it, and a name may lead its own host to
     loopback. Then the interface counts by which the workers meet."""
@@ -71,7 +71,7 @@ def listening(address: str) -> str:
     return ip if known or not by_name else by_name[0]
 
 
-def own() -> list[str]:
+def own_addresses() -> list[str]:
     """Return the addresses of this process's ends, as gloo's messages on the other side name them,
     `[10.0.0.5]:41235`: the bytes of a port as they go over the line, which most machines read the
     other way round."""

@@ -29,8 +29,8 @@ from farspan.semantics.tensor_sharding import RESIDUAL
 
 
 class Linear(nn.Linear):
-    """A matrix without first values: `drawn` or a checkpoint has them. On the meta device torch's
-    own would make it import its compiler, which takes a worker two seconds."""
+    """A matrix without first values: `initial_parameters` or a checkpoint has them. On the meta
+    device torch's own would make it import its compiler, which takes a worker two seconds."""
 
     def reset_parameters(self) -> None:
         pass
@@ -116,8 +116,8 @@ class Attention(nn.Module):
         head_counts = [self.heads, self.kv_heads, self.kv_heads]
         q, k, v = heads_BHSE.split(head_counts, dim=1)
         if rotation is not None:
-            q = rotate(q, *rotation)
-            k = rotate(k, *rotation)
+            q = apply_rotary(q, *rotation)
+            k = apply_rotary(k, *rotation)
         attend = vanilla_attention if self.vanilla else causal_attention
         y_BSD = attend(q, k, v).transpose(1, 2).reshape(B, S, -1)
         return self.out(layouts.between(y_BSD, "attn", "attn.out"))
@@ -148,7 +148,7 @@ def rotary_table(spec: ModelSpec, length: int, device: torch.device | str) -> tu
     return angles_SE.cos(), angles_SE.sin()
 
 
-def rotate(x_BHSE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
+def apply_rotary(x_BHSE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
     first, second = x_BHSE.chunk(2, dim=-1)
     turned_BHSE = torch.cat((-second, first), dim=-1) * sin_SE.to(x_BHSE)
     return x_BHSE * cos_SE.to(x_BHSE) + turned_BHSE
@@ -377,10 +377,11 @@ def load_whole(model: Decoder, name: str, whole: Tensor) -> None:
         model.get_parameter(name).copy_(part)
 
 
-def initialise(model: Decoder, seed: int) -> None:
-    """Give every parameter, or the slice of it that is here, its first value, as in `drawn`."""
+def initialize_model(model: Decoder, seed: int) -> None:
+    """Give every parameter, or the slice of it that is here, its first value, as in
+    `initial_parameters`."""
     own_names = dict(model.named_parameters())
-    for name, whole in drawn(model.spec, seed):
+    for name, whole in initial_parameters(model.spec, seed):
         if name in own_names:
             load_whole(model, name, whole)
 
@@ -391,7 +392,7 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
         return {name: parameter.shape for name, parameter in Decoder(spec).named_parameters()}
 
 
-def drawn(spec: ModelSpec, seed: int) -> Iterator[tuple[str, Tensor]]:
+def initial_parameters(spec: ModelSpec, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Yield the first values of all parameters, GPT-2's: N(0, 0.02), residual projections divided
     by sqrt(2 layers), biases zero.
 

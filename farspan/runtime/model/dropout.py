@@ -35,11 +35,11 @@ class Dropout(NamedTuple):
         length = shape[1:].numel()
         index = torch.arange(length, dtype=torch.int32, device=self.seeds.device)
         # An odd constant of the golden ratio keeps places and positions of neighbours apart.
-        seeds = mixed(self.seeds + (place * 0x61C88647 & 0x7FFFFFFF))
-        return mixed(seeds.view(-1, 1, 1) + index.view(1, *shape[1:]))
+        seeds = mix_bits(self.seeds + (place * 0x61C88647 & 0x7FFFFFFF))
+        return mix_bits(seeds.view(-1, 1, 1) + index.view(1, *shape[1:]))
 
 
-def mixed(x: Tensor) -> Tensor:
+def mix_bits(x: Tensor) -> Tensor:
     """Return int32 that are as good as drawn at random, one for each of other int32."""
     x = (x ^ (x >> 16 & 0xFFFF)) * FIRST
     x = (x ^ (x >> 15 & 0x1FFFF)) * SECOND

@@ -19,7 +19,7 @@ from farspan import models
 from farspan.corpus import tokenizer as tokenizers
 from farspan.domain.codec import missing_path, parse_json, read_bytes, write_atomically
 from farspan.domain.escapes import shell_line
-from farspan.domain.model import ModelSpec, parameters
+from farspan.domain.model import ModelSpec, count_parameters
 from farspan.domain.problems import Refusal
 from farspan.models import Family
 from farspan.runtime.model.decoder import parameter_shapes
@@ -34,7 +34,7 @@ INDEX = "model.safetensors.index.json"
 HEAD = "lm_head.weight"
 
 
-def export(
+def export_model(
     folder: Path,
     state: Mapping[str, Tensor],
     spec: ModelSpec,
@@ -87,7 +87,7 @@ def export(
 
     # Rows of the model's vocabulary that stand for no token are never generated.
     generation: dict[str, Any] = ends | {"pad_token_id": end_of_text}
-    unused = list(range(tokenizers.load(tokenizer).vocab_size, spec.vocab_size))
+    unused = list(range(tokenizers.load_tokenizer(tokenizer).vocab_size, spec.vocab_size))
     if unused:
         generation |= {"suppress_tokens": unused}
     _write_json(folder / "generation_config.json", generation)
@@ -106,7 +106,7 @@ def export(
     temporary.replace(folder / WEIGHTS)
 
 
-def read(folder: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
+def read_model(folder: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
     """Return the spec of a Hugging Face folder and its weights by our names, in the file's dtype.
 
     Refuses architectures and options that farspan does not compute, pickled weights, and tensors
@@ -199,7 +199,7 @@ def _load_tensors(
                 tensor_names[path].append(name)
                 count += math.prod(shape)
     # A tied head may be stored in addition.
-    most = parameters(spec) + spec.vocab_size * spec.d_model
+    most = count_parameters(spec) + spec.vocab_size * spec.d_model
     if count > most:
         raise _misfit(folder, f"the files hold {count:,} values, config.json {most:,} at most")
     tensors = {}

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from farspan.runtime.model.decoder import Attention, Block, Decoder, rotary_table, rotate
+from farspan.runtime.model.decoder import Attention, Block, Decoder, apply_rotary, rotary_table
 
 
 class KVCache:
@@ -66,8 +66,8 @@ class KVCache:
         q, k, v = heads_BTHE.transpose(1, 2).split(head_counts, dim=1)
         if self._rotation is not None:
             cos_SE, sin_SE = self._rotation
-            q = rotate(q, cos_SE[new], sin_SE[new])
-            k = rotate(k, cos_SE[new], sin_SE[new])
+            q = apply_rotary(q, cos_SE[new], sin_SE[new])
+            k = apply_rotary(k, cos_SE[new], sin_SE[new])
         keys[:, :, new] = k
         values[:, :, new] = v
         seen_TS = None

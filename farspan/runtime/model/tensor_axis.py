@@ -187,7 +187,7 @@ def _convert(x: Tensor, source: str, target: str, edge: OperatorEdge, axis: Tens
     return edge.cut(source).join(received)
 
 
-def edges(
+def operator_edges(
     graph: OpGraph, units: tuple[int, int], splits: Mapping[str, str]
 ) -> dict[tuple[str, str], OperatorEdge]:
     """Return what must be converted between operators, by the names of writer and reader. The first
@@ -245,7 +245,7 @@ def _splits_table_twice(graph: OpGraph, units: tuple[int, int], splits: Mapping[
     return len({split for name, _, split in uses if name == TABLE}) > 1
 
 
-def held(
+def parameter_slices(
     spec: ModelSpec, units: tuple[int, int], splits: Mapping[str, str], ways: int, coordinate: int
 ) -> dict[str, TensorSlice]:
     """Return the slices of parameters that a coordinate of the axis holds of units [first, last),
@@ -267,7 +267,7 @@ def held(
     return slices
 
 
-def summands(
+def partial_parameters(
     spec: ModelSpec, units: tuple[int, int], splits: Mapping[str, str], ways: int
 ) -> frozenset[str]:
     """Return the parameters that each rank has a summand of the gradient of: those of operators
@@ -311,9 +311,9 @@ class Layouts:
             graph = models.graph(spec)
             splits = axis.splits
             _demand_even(graph, splits, axis.size)
-            self.slices = held(spec, units, splits, axis.size, axis.coordinate)
-            self.partial = summands(spec, units, splits, axis.size)
-            self._edges = edges(graph, units, splits)
+            self.slices = parameter_slices(spec, units, splits, axis.size, axis.coordinate)
+            self.partial = partial_parameters(spec, units, splits, axis.size)
+            self._edges = operator_edges(graph, units, splits)
             self._splits_table_twice = _splits_table_twice(graph, units, splits)
 
     def split(self, op: str) -> str:

@@ -23,7 +23,7 @@ from farspan.runtime.comm.channels import Channel
 from farspan.runtime.comm.messages import Messenger
 from farspan.runtime.comm.scalars import ScalarExchange
 from farspan.runtime.comm.topology import ProcessGroups, Topology
-from farspan.runtime.device import settle
+from farspan.runtime.device import synchronize_device
 from farspan.runtime.model.decoder import Decoder, parameter_shapes
 from farspan.runtime.model.tensor_axis import TensorAxis
 from farspan.runtime.parallel.grad_sync import GradReducer
@@ -68,7 +68,7 @@ class Executor:
         self.device = device
         self.messenger = Messenger()
         # On MPS spans are of orders given (domain.results.IN_STEP).
-        self.spans = Spans() if device.type == "mps" else Spans(lambda: settle(device))
+        self.spans = Spans() if device.type == "mps" else Spans(lambda: synchronize_device(device))
         self.groups = groups = ProcessGroups(topology)
         tensor = groups.of(topology.group("tensor"), "tensor")
         axis = TensorAxis(tensor, stage.mesh.size("tensor"), topology.tensor, stage.splits)
@@ -86,7 +86,7 @@ class Executor:
         # Both ends of the pipeline have the table, and exchange its gradient.
         shared = plan.model.tied and not (topology.first and topology.last)
         table = TABLE if shared else None
-        matrices = updates.names if updates else frozenset[str]()
+        matrices = updates.matrix_names if updates else frozenset[str]()
         data = topology.group("data")
         division = Division(
             zero=topology.zero,
@@ -184,7 +184,7 @@ class Executor:
             if tied is not None and not self.topology.first:
                 tied.add()
         with self.spans("receive"):
-            received = self.totals.hear()
+            received = self.totals.receive_values()
         by_rank = {}
         for rank, (rank_loss, rank_squares) in received.items():
             by_rank[rank] = (rank_loss, squares if norm_is_local else rank_squares)
@@ -199,7 +199,7 @@ class Executor:
         with self.spans("update"):
             self.state.update(optimizer, lr, step, divisor)
             if optimizer.average and self.outer is None:
-                self.state.follow(self.state.master, left(optimizer.average, step))
+                self.state.follow(self.state.master, ema_decay(optimizer.average, step))
         with self.spans("collective"):
             self.param_gather.publish()
         self.messenger.settle()
@@ -220,7 +220,7 @@ class Executor:
         plan = self.topology.plan
         average = plan.train.optimizer.average
         if average and self.outer is not None and plan.sync is not None:
-            decay = left(average, step) ** plan.sync.every
+            decay = ema_decay(average, step) ** plan.sync.every
             self.state.follow(self.outer.anchor, decay)
         self.param_gather.publish()
 
@@ -235,7 +235,7 @@ class Executor:
         self._send_totals(float(loss), 0.0)
 
     def _send_totals(self, loss: float, squares: float) -> None:
-        self.totals.say((loss if self._counts_loss else 0.0, squares))
+        self.totals.send_values((loss if self._counts_loss else 0.0, squares))
 
     @property
     def _counts_loss(self) -> bool:
@@ -279,7 +279,7 @@ class Executor:
         if self.state.average:
             self.state.swap_average()
         elif outer is not None:
-            outer.show_met()
+            outer.show_synced()
         else:
             yield
             return
@@ -316,7 +316,7 @@ class Executor:
         self.param_gather.publish()
 
 
-def left(share: float, step: int) -> float:
+def ema_decay(share: float, step: int) -> float:
     """Return the decay of an average at a step: less in the first ones, which soon would be
     forgotten (as TensorFlow's ExponentialMovingAverage has it)."""
     return min(share, (1 + step) / (10 + step))

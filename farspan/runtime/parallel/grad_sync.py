@@ -26,7 +26,7 @@ from farspan.runtime.comm.compress import WHOLE, Codec, ErrorFeedback
 from farspan.runtime.comm.messages import Messenger, Posted, Sent
 from farspan.runtime.comm.topology import ProcessGroups, Topology
 from farspan.runtime.state.train_state import TrainState
-from farspan.runtime.state.zero_buckets import Bucket, length
+from farspan.runtime.state.zero_buckets import Bucket, owned_length
 
 #: Between two looks at what has arrived: longer while nothing comes, as looking takes from what
 #: others compute with.
@@ -104,7 +104,7 @@ class GradReducer:
         self._inside = make_group(whole and self._by_site, self._home, "inside")
         self._back = make_group(whole and self._by_site, self._home, "back")
         if sync.wan_rate is not None and len(self._sites) > 1:
-            tcp.pace(sync.wan_rate)
+            tcp.limit_rate(sync.wan_rate)
 
     @property
     def _codec(self) -> Codec:
@@ -132,7 +132,7 @@ class GradReducer:
         """Post all receives of the round's sums over sites: what the others send then travels at
         once."""
         for b, bucket in enumerate(self._state.buckets):
-            size = self._codec.encoded_size(length(bucket))
+            size = self._codec.encoded_size(owned_length(bucket))
             number = self._across_tag(b)
             posted: dict[int, Posted] = {}
             self._coming[b] = posted
@@ -239,7 +239,7 @@ class GradReducer:
         state = self._state
         total = state.grad[b]
         if self._scatter is not None:
-            part = torch.empty(length(state.buckets[b]), device=state.device)
+            part = torch.empty(owned_length(state.buckets[b]), device=state.device)
             work = dist.reduce_scatter_tensor(part, whole[0], group=self._scatter, async_op=True)
             yield [_require_work(work)]
             whole.clear()

@@ -102,7 +102,7 @@ class OuterStep:
         """Whether an exchange is under way while steps are made."""
         return self._started_from is not None
 
-    def show_met(self) -> None:
+    def show_synced(self) -> None:
         """Make the masters those of the last outer sync, the same in all replicas, until
         `show_own`; directly after an outer sync with an exchange under way."""
         _copy_all(self.anchor, self._state.master)
@@ -126,7 +126,7 @@ class OuterStep:
         _copy_all(self._state.master, self.anchor)
 
     @property
-    def apart(self) -> bool:
+    def diverged(self) -> bool:
         """Whether this worker has diverged from the model of the last outer sync."""
         pairs = zip(self.anchor, self._state.master, strict=True)
         return any(not torch.equal(anchor, master) for anchor, master in pairs)

@@ -15,8 +15,14 @@ from torch import Tensor
 from farspan.domain.cluster import DType, MatmulRate
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.probe import DeviceRates, LeftOut
-from farspan.runtime.comm.collective import Group, meet
-from farspan.runtime.device import free_memory, open_device, release, settle, usable_memory
+from farspan.runtime.comm.collective import Group, connect_workers
+from farspan.runtime.device import (
+    free_memory,
+    open_device,
+    release_memory,
+    synchronize_device,
+    usable_memory,
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Seconds that each figure is taken over: several periods of a CPU quota; its pauses are part of
@@ -59,7 +65,7 @@ def device_rates(
             product_s = _mean_seconds(functools.partial(torch.matmul, a, b), device)
             flops[dtype] = 2 * m * k * n / product_s
             del a, b
-            release(device)
+            release_memory(device)
         rates.append(MatmulRate(m=m, k=k, n=n, flops=flops))
     copied = min(COPIED, free_memory(device, allowed) // 8)
     source = torch.ones(max(4, copied) // 4, device=device)
@@ -75,13 +81,13 @@ def device_rates(
 def _mean_seconds(work: Callable[[], object], device: torch.device) -> float:
     """Return the mean seconds of one call, over TIMED_S and at least three calls."""
     work()
-    settle(device)
+    synchronize_device(device)
     calls = 0
     began = time.perf_counter()
     spent = 0.0
     while spent < TIMED_S or calls < 3:
         work()
-        settle(device)
+        synchronize_device(device)
         calls += 1
         spent = time.perf_counter() - began
     return spent / calls
@@ -95,7 +101,7 @@ def allreduce_seconds(
     The ranks connect at MASTER_ADDR and MASTER_PORT, and authenticate with the secret.
     """
     opened = open_device(device)
-    group = Group(rank, world, opened, meet(rank, world, secret))
+    group = Group(rank, world, opened, connect_workers(rank, world, secret))
     times: dict[int, float] = {}
     for size in sorted(sizes):
         # Large ones grow with their size, which the time of a small one does not predict.
@@ -112,7 +118,7 @@ def allreduce_seconds(
             group.sum(0.0)  # All start together.
             began = time.perf_counter()
             dist.all_reduce(tensor)
-            settle(opened)
+            synchronize_device(opened)
             return time.perf_counter() - began
 
         seconds()

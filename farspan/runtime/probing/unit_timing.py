@@ -12,12 +12,12 @@ from torch import Tensor
 
 from farspan import models
 from farspan.domain.cluster import DType, UnitTime
-from farspan.domain.engine import engine
+from farspan.domain.engine import load_engine
 from farspan.domain.model import ModelSpec
 from farspan.domain.probe import LeftOut, UnitTimes
 from farspan.domain.train import TrainSpec
 from farspan.estimate.memory import kept_per_row, logits_bytes
-from farspan.runtime.device import free_memory, memory_is_full, release, settle
+from farspan.runtime.device import free_memory, memory_is_full, release_memory, synchronize_device
 from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.state.train_state import TrainState
 
@@ -87,12 +87,12 @@ def unit_times(
                     backward_s=backward / share,
                 )
                 measured.append(time_)
-            release(device)
+            release_memory(device)
             if sum(map(sum, times.values())) > LONG_S:
                 break
         while units:
             units.popitem()[1].end()
-        release(device)
+        release_memory(device)
     return UnitTimes(times=tuple(measured), left_out=tuple(left_out))
 
 
@@ -115,7 +115,7 @@ def bytes_needed(
                 largest = max(largest, size)
     # A block's backward pass makes gradients of what the block keeps, one block at a time.
     kept += kept_per_row(graph, graph.block, train, {}, 1, backend)
-    passing = rows * kept + logits_bytes(graph, train, rows, engine("farspan"))
+    passing = rows * kept + logits_bytes(graph, train, rows, load_engine("farspan"))
     # A weight's new gradient is kept in addition to the sum that it is added to.
     return round(weights * STATE_BYTES[dtype]), round(passing + 4 * largest)
 
@@ -141,12 +141,12 @@ class _Unit:
         self._x = x if self._is_embedding else x.detach().requires_grad_()
         y = self._model.advance(self._x)
         self._y = self._model.finish(y, targets) if self._is_head else y
-        settle(self._device)
+        synchronize_device(self._device)
         return self._y
 
     def backward(self, gradient: Tensor | None) -> Tensor | None:
         self._y.backward(torch.ones_like(self._y) if gradient is None else gradient)
-        settle(self._device)
+        synchronize_device(self._device)
         return self._x.grad
 
     def clear(self) -> None:

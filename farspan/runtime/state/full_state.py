@@ -22,7 +22,7 @@ from farspan.runtime.comm.messages import Messenger, Posted
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.model.tensor_axis import TensorSlice
 from farspan.runtime.state.train_state import TrainState
-from farspan.runtime.state.zero_buckets import length
+from farspan.runtime.state.zero_buckets import owned_length
 
 
 class Piece(NamedTuple):
@@ -105,7 +105,7 @@ class FullState:
             if cut is not None:
                 if name not in tensors:
                     tensors[name] = torch.empty(tuple(self.shapes[name]))
-                into(tensors[name], cut, local)
+                write_slice(tensors[name], cut, local)
         return tensors
 
     def _place_piece(
@@ -218,13 +218,13 @@ def _make_manifest(
             b, _ = state.home[i]
             piece = Piece(name, slices.get(name), shape, start, stop, where.start)
             pieces[b].append(piece)
-    sizes = [length(bucket) for bucket in buckets]
+    sizes = [owned_length(bucket) for bucket in buckets]
     copies = [bucket.tied and not topology.first for bucket in buckets]
     matrices = [bucket.matrices for bucket in buckets]
     return BucketManifest(topology.replica_index, sizes, pieces, copies, matrices)
 
 
-def into(whole: Tensor, cut: TensorSlice, local: Tensor) -> None:
+def write_slice(whole: Tensor, cut: TensorSlice, local: Tensor) -> None:
     """Put a worker's slice into a whole parameter."""
     sizes = [stop - start for start, stop in cut.ranges]
     parts = local.split(sizes, cut.dim)

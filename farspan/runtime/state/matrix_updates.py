@@ -29,7 +29,7 @@ C = 2.0315
 LEAST_NORM = 1e-7
 
 
-def orthogonalized(x_AMN: Tensor, iterations: int, dtype: torch.dtype) -> Tensor:
+def orthogonalize(x_AMN: Tensor, iterations: int, dtype: torch.dtype) -> Tensor:
     """Return matrices (A, ., .) with their singular vectors, and singular values between about 0.7
     and 1.2, by products in `dtype`."""
     tall = x_AMN.shape[-2] > x_AMN.shape[-1]
@@ -71,7 +71,7 @@ class MatrixUpdates:
                 self._splits[name] = DimSplit(slices[name].dim, sections(graph, dims[in_block]))
 
     @property
-    def names(self) -> frozenset[str]:
+    def matrix_names(self) -> frozenset[str]:
         return frozenset(self._matrices)
 
     def directions(
@@ -105,7 +105,7 @@ class MatrixUpdates:
                 targets[target.shape].append(target)
         for shape, same_shape in parts.items():
             scale = 0.2 * max(shape) ** 0.5
-            made = orthogonalized(torch.stack(same_shape), iterations, self._dtype)
+            made = orthogonalize(torch.stack(same_shape), iterations, self._dtype)
             for target, direction in zip(targets[shape], made, strict=True):
                 torch.mul(direction, scale, out=target)
         return directions

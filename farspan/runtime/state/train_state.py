@@ -16,7 +16,13 @@ from torch import Tensor, nn
 
 from farspan.domain.train import Muon, Optimizer, Precision
 from farspan.runtime.state.matrix_updates import MatrixUpdates
-from farspan.runtime.state.zero_buckets import Bucket, Division, divide, length, segment
+from farspan.runtime.state.zero_buckets import (
+    Bucket,
+    Division,
+    decay_segment,
+    divide_buckets,
+    owned_length,
+)
 
 WORKING_DTYPES: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
@@ -50,7 +56,7 @@ class TrainState:
         old = dict(model.named_parameters())
         self.names = list(old)
         self.shapes = [parameter.shape for parameter in old.values()]
-        self.buckets = divide(self.names, self.shapes, self.division)
+        self.buckets = divide_buckets(self.names, self.shapes, self.division)
         self.dtype = WORKING_DTYPES[precision]
         self.device = old[self.names[0]].device if device is None else device
         #: The bucket of each parameter, and where it begins there.
@@ -74,9 +80,9 @@ class TrainState:
     def _allocate(self) -> None:
         buckets = self.buckets
         sizes = [bucket.size for bucket in buckets]
-        owned_sizes = [length(bucket) for bucket in buckets]
+        owned_sizes = [owned_length(bucket) for bucket in buckets]
         # Muon has no second moment: nothing for its matrices.
-        second_sizes = [0 if bucket.matrices else length(bucket) for bucket in buckets]
+        second_sizes = [0 if bucket.matrices else owned_length(bucket) for bucket in buckets]
         self.working: list[Tensor]
         self.shards: list[Tensor]
         if self.division.zero == 3:
@@ -300,7 +306,7 @@ class TrainState:
             averages: list[Tensor] = []
             squares: list[Tensor] = []
             for b, bucket in enumerate(self.buckets):
-                part = segment(bucket, decayed)
+                part = decay_segment(bucket, decayed)
                 if part is not None and not bucket.matrices:
                     masters.append(self.master[b][part])
                     grads.append(self.grad[b][part])

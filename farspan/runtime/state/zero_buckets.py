@@ -60,7 +60,7 @@ class Bucket(NamedTuple):
     matrices: bool
 
 
-def divide(
+def divide_buckets(
     parameter_names: Sequence[str], shapes: Sequence[torch.Size], division: Division
 ) -> list[Bucket]:
     """Divide the parameters into buckets of about `bucket_bytes` of fp32 gradient in their order;
@@ -180,15 +180,15 @@ def _align(count: int, unit: int = ALIGNED) -> int:
     return math.ceil(count / unit) * unit
 
 
-def length(bucket: Bucket) -> int:
+def owned_length(bucket: Bucket) -> int:
     """Return the elements that a worker owns of a bucket."""
     return int(bucket.own.stop - bucket.own.start)
 
 
-def segment(bucket: Bucket, decayed: bool) -> slice | None:
+def decay_segment(bucket: Bucket, decayed: bool) -> slice | None:
     """Return the part of a bucket's owned elements that weight decay shrinks, or that it does
     not."""
-    owned = length(bucket)
+    owned = owned_length(bucket)
     middle = min(max(bucket.decayed - bucket.own.start, 0), owned)
     part = slice(0, middle) if decayed else slice(middle, owned)
     return part if part.stop > part.start else None

@@ -14,8 +14,8 @@ import numpy as np
 from farspan.domain.codec import is_content_hash, load
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
-from farspan.domain.results import STOPPED, Rescheduled, Saved, Step, Traced, Warned
-from farspan.domain.words import joined
+from farspan.domain.results import STOP_REASONS, Rescheduled, Saved, Step, Traced, Warned
+from farspan.domain.words import join_words
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.checkpoint import Unsaved
 from farspan.runtime.checkpoint.layout import TrainerState
@@ -175,17 +175,17 @@ class Trainer:
             # Measure how long a validation takes: all read a few windows.
             if unmeasured and not first:
                 validation.read_timed(0, min(validation.first, validation.round), budget)
-                budget.goes_on()
+                budget.restart_step_clock()
             # A validation is due once a multiple of `every` steps was reached since the last outer
             # sync. The last one, which comes with the end, reads more.
             if state.step % every < min(interval, every) and state.step < state.steps:
                 self._validate()
-                budget.goes_on()
+                budget.restart_step_clock()
             reason, save = self._agree_on_stop_and_save()
             reason, save = self._flush_residuals_before_save(reason, save)
             if not reason and save:
                 self.save(due=True)
-                budget.goes_on()
+                budget.restart_step_clock()
         return self._save_last_state(reason)
 
     def _flush_residuals_before_save(self, reason: str, save: bool) -> tuple[str, bool]:
@@ -197,7 +197,7 @@ class Trainer:
         if self._flushing:
             self._flushing = False
             return self._reason_after_flush or reason, True
-        if not self._quantizes_sync or not (save or reason in STOPPED):
+        if not self._quantizes_sync or not (save or reason in STOP_REASONS):
             return reason, save
         self._flushing = True
         self._reason_after_flush = reason
@@ -209,13 +209,13 @@ class Trainer:
         by then."""
         executor = self.worker.executor
         outer = executor.outer
-        if outer is not None and outer.under_way and reason not in STOPPED:
+        if outer is not None and outer.under_way and reason not in STOP_REASONS:
             executor.finish(self.state.step)
             # This is not the model that had been saved or validated.
             self.checkpointer.step = -1
             self.validation.step = -1
         self.save(last=True)
-        if reason in STOPPED:
+        if reason in STOP_REASONS:
             reason = self._stop_reason()
         else:
             self._validate(last=True)
@@ -275,7 +275,7 @@ class Trainer:
         share = 0.0
         if worker.group.rank == 0:
             save = self.monotonic() - self._saved_at >= train.checkpoint_every_s
-            steps, share, save = self.budget.say(step, state.steps, save)
+            steps, share, save = self.budget.propose_steps(step, state.steps, save)
             if save:
                 self._saved_at = self.monotonic()  # Proposed once: it is done a step later.
         stop = float(worker.stop())
@@ -286,14 +286,16 @@ class Trainer:
         if len(worker.plan.replicas) > 1:
             agreed = worker.group.sum(*own)
         else:
-            exchange.say(own)
-            if exchange.others and exchange.unheard < 2 and step < state.steps:
+            exchange.send_values(own)
+            if exchange.others and exchange.num_unreceived < 2 and step < state.steps:
                 return "", False
-            agreed = [sum(values) for values in zip(*exchange.hear().values(), strict=True)]
+            agreed = [
+                sum(values) for values in zip(*exchange.receive_values().values(), strict=True)
+            ]
         stop, preempted, new_steps, due, used = agreed
         # Decided a step ago, it may be to end where this step has already gone.
         state.steps = max(int(new_steps), step)
-        reports = self.budget.hear(step, used, bool(due))
+        reports = self.budget.take_proposal(step, used, bool(due))
         if reports and state.steps != train.steps:
             now = worker.clock()
             worker.emit(Rescheduled(at=now, step=step, steps=state.steps, planned=train.steps))
@@ -480,7 +482,7 @@ class Trainer:
         self._used_s = max(self.state.elapsed_s, self.worker.epoch.used_s)
         if there and (outer := self.worker.executor.outer) is not None:
             # One whose steps all overflowed, or that owns nothing, sees no change: the others may.
-            outer.resume(any(self.worker.group.sum(outer.apart)))
+            outer.resume(any(self.worker.group.sum(outer.diverged)))
 
     def _adopt_state(self, progress: TrainerState) -> None:
         plan = self.worker.plan
@@ -490,7 +492,7 @@ class Trainer:
             unlike = "model, text or training"
             former = run.plans / f"{progress.plan}.json"
             if is_content_hash(progress.plan) and former.exists():
-                unlike = joined(unlike_training(load(former, Plan), plan))
+                unlike = join_words(unlike_training(load(former, Plan), plan))
             raise Refusal(
                 "plan-mismatch",
                 what="the checkpoint belongs to another training",

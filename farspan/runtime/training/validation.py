@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from farspan.corpus.entropy import EXACT_TOKENS, entropies_of
+from farspan.corpus.entropy import EXACT_TOKENS, ngram_entropies_of
 from farspan.domain.codec import content_hash
 from farspan.domain.plan import row_quantum
 from farspan.domain.results import Validated
@@ -278,7 +278,7 @@ class Validation:
             inputs, targets = self._val.read(self.windows(0, count))
             mask = targets >= 0
             train = self._worker.train.tokens
-            self._entropies[count] = entropies_of(
+            self._entropies[count] = ngram_entropies_of(
                 train, inputs[mask], targets[mask], manifest.vocab_size
             )
         return self._entropies[count]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from farspan.report.page import TEMPLATES, environment
+from farspan.report.page import TEMPLATES, template_environment
 
 HERE = Path(__file__).parent
 _KINDS = {".css": "text/css", ".js": "text/javascript"}
@@ -23,7 +23,7 @@ class Files:
 
 def read_files(name: str) -> Files:
     """Return the files for a run of this name. Colours and type are those of the run's report."""
-    jinja = environment(HERE)
+    jinja = template_environment(HERE)
     look = "".join((TEMPLATES / style).read_text() for style in ("chart.css", "page.css"))
     static = {
         path.name: (path.read_bytes(), _KINDS[path.suffix])
