@@ -86,8 +86,7 @@ def cut_document(document: Document) -> Iterator[Document]:
         headings = sections.take(at + skipped, at + len(part))
         at += len(part)
         line, page = _place_after(blank, line, page)
-        # Some blank space, such as U+3000, is not what `clean_text` takes away; a part of nothing else
-        # is left out.
+        # `clean_text` keeps some blank space, such as U+3000; a part of nothing else is left out.
         if part.strip():
             yield Document(
                 title=part_title(title, number),
