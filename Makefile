@@ -46,10 +46,11 @@ test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m "slow or property" --hypothesis-profile thorough --durations 30 \
 		--numprocesses $(PROCESSES) --dist worksteal $(or $(addprefix tests/,$(PART)),tests)
 
-# Style, types and layers.
+# Style, names and words, types and layers.
 check: $(VENV)/.test
 	$(BIN)/ruff check farspan farspan_exports farspan_lab farspan_studies tests benchmarks tools
 	$(BIN)/ruff format --check farspan farspan_exports farspan_lab farspan_studies tests benchmarks tools
+	$(BIN)/python tools/check_style.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -53,12 +53,12 @@ CUT_BELOW_BYTES = 200_000
 CHILD = """
 import os, sys, time
 sys.path.insert(0, sys.argv[1])
-from farspan.corpus.documents import cut
+from farspan.corpus.documents import cut_document
 from farspan.corpus.sources import open_source
 list(open_source(sys.argv[3]).documents())  # Loads what it needs.
 began = time.process_time()
 for document in open_source(sys.argv[2]).documents():
-    for part in cut(document):
+    for part in cut_document(document):
         pass
 print(time.process_time() - began)
 """

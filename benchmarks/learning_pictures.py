@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from farspan.report.charts import TINTS, Axis, Chart, Series
+from farspan.report.charts import COLOURS, Axis, Chart, Series
 from farspan.report.page import chart_style, template_environment
 
 RESULTS = Path(__file__).parent / "results"
@@ -99,7 +99,7 @@ def chart(name: str, title: str, x: str, lines: dict[str, Points]) -> Chart:
     places = sorted({at for points in lines.values() for at, _ in points})
     series = tuple(
         Series(name=label, values=values(points, places), kind="line", tint=tint)
-        for (label, points), tint in zip(lines.items(), TINTS, strict=False)
+        for (label, points), tint in zip(lines.items(), COLOURS, strict=False)
     )
     return Chart(name=name, title=title, x=Axis(name=x, values=places), series=series)
 

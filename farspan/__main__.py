@@ -16,7 +16,8 @@ def main() -> int:
     from farspan.domain.library_messages import escape_library_messages
 
     # What farspan itself does not print may quote documents and names too.
-    sys.excepthook, threading.excepthook = print_traceback, print_thread_traceback
+    sys.excepthook = print_traceback
+    threading.excepthook = print_thread_traceback
     escape_library_messages()
     return command_line()
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from farspan.domain.cluster import READY, SPARE, STARTING_VARIABLE, TAKEN
+from farspan.domain.cluster import READY_VARIABLE, SPARE, STARTING_VARIABLE, TAKEN
 from farspan.domain.codec import load, parse_json, save
 from farspan.domain.escapes import shell_word
 from farspan.domain.interpreter import module_command
@@ -162,7 +162,7 @@ def enter(status: Status, site: str, device: int | None = None) -> list[str]:
         [f"echo {word[kind]} > {shlex.quote(str(word[0]))}" for word in quotas] for kind in (1, 2)
     )
     ready = shlex.quote("\n".join(f"{file}={value}" for file, value, _ in quotas))
-    starting = " && ".join([*free, f"export {READY}={ready}"])
+    starting = " && ".join([*free, f"export {READY_VARIABLE}={ready}"])
     joined = [f"echo $$ > {shlex.quote(group)}/cgroup.procs" for group in groups]
     taken = shlex.quote(
         "\n".join(
@@ -174,7 +174,7 @@ def enter(status: Status, site: str, device: int | None = None) -> list[str]:
     )
     # A spare is confined when it becomes the device's worker: it must neither take from the worker
     # that is there nor set it free.
-    spare = f"export {TAKEN}={taken} {READY}={ready}"
+    spare = f"export {TAKEN}={taken} {READY_VARIABLE}={ready}"
     entering = " && ".join([*held, "true"])
     confined = f'if [ -n "${STARTING_VARIABLE}" ]; then {starting}; else {entering}; fi'
     joins = [f'if [ -n "${SPARE}" ]; then {spare}; else {" && ".join([confined, *joined])}; fi']

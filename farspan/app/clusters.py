@@ -11,7 +11,7 @@ from farspan.domain.config import ParallelConfig, RunConfig
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
-from farspan.launch.clusters import HERE
+from farspan.launch.clusters import THIS_MACHINE
 
 
 def find_cluster(name: str) -> Cluster:
@@ -33,7 +33,7 @@ def cluster_of_run(run: RunFolder) -> Cluster:
 
 def is_here(parallel: ParallelConfig) -> bool:
     """Return whether a run is asked for on this machine: by name, or without a cluster."""
-    return parallel.cluster in (None, HERE)
+    return parallel.cluster in (None, THIS_MACHINE)
 
 
 def is_external(name: str) -> bool:
@@ -62,7 +62,7 @@ def given_cluster(config: RunConfig, *, reach: bool) -> Cluster | None:
 
     split_launcher(config.parallel.launcher)
     name = config.parallel.cluster
-    if name is None or name == HERE:
+    if name is None or name == THIS_MACHINE:
         return None
     cluster = find_cluster(name)
     if reach:

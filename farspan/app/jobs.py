@@ -32,7 +32,7 @@ STOP_TIMEOUT_S = 600.0
 #: The second of two signals comes this much later: two at once are one.
 SECOND_SIGNAL_AFTER_S = 1.0
 #: How often a job and its files are looked at.
-POLL_S = 0.2
+JOB_POLL_S = 0.2
 
 #: How a run stands. "lost": its job is gone without a report; "new": no worker has started yet.
 State = Literal["running", "finished", "stopped", "failed", "lost", "new"]
@@ -180,7 +180,7 @@ def wait_for_orphans(
             pids = ", ".join(map(str, lock_holders(run.lock))) or "unknown"
             report(f"the job was killed; waiting until its workers have saved (process {pids})")
             reported = True
-        time.sleep(POLL_S)
+        time.sleep(JOB_POLL_S)
 
 
 def _has_orphans(run: RunFolder) -> bool:
@@ -302,7 +302,7 @@ def stop_job(
         if second and waited > SECOND_SIGNAL_AFTER_S:
             _signal_job(run)
             second = False
-        time.sleep(POLL_S)
+        time.sleep(JOB_POLL_S)
     return read_status(run)
 
 
@@ -349,4 +349,4 @@ def follow_lines(
                     position += len(line)
                     yield line
         if not last:
-            time.sleep(POLL_S)
+            time.sleep(JOB_POLL_S)

@@ -25,7 +25,7 @@ from farspan.domain.units import counted, format_bytes
 if TYPE_CHECKING:
     from farspan.launch.examine import Examination
 
-PACKAGES = ("torch", "numpy", "msgspec", "tokenizers", "tiktoken", "safetensors")
+REPORTED_PACKAGES = ("torch", "numpy", "msgspec", "tokenizers", "tiktoken", "safetensors")
 #: Streams of the bandwidths that are measured: one shows the window, several the line.
 BANDWIDTH_STREAMS = (1, 8)
 
@@ -73,7 +73,7 @@ def diagnose_machine(device: str = "auto") -> Diagnosis:
     from farspan.launch.probe import Probe, check_gpus
 
     versions: dict[str, str | None] = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in REPORTED_PACKAGES:
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

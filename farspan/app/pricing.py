@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from farspan.domain.config import ParallelConfig
     from farspan.domain.plan import Plan
     from farspan.domain.train import TrainSpec
-    from farspan.planning.fit import Fit, Ground, Limit
+    from farspan.planning.fit import Ground, LargestModels, Limit
     from farspan.planning.rent import Rent
 
 
@@ -199,7 +199,7 @@ def _search_ground(query: PlanQuery) -> Ground:
     return Ground(cluster, load_engine("farspan"), query.train, query.allow)
 
 
-def find_limit(what: Fitting, query: PlanQuery) -> Fit:
+def find_limit(what: Fitting, query: PlanQuery) -> LargestModels:
     """Find the largest model (of the family that is asked for), the most sequences at once, or the
     least memory a device. Raises Refusal where nothing fits."""
     from farspan.planning.choose_model import DEFAULT_FAMILY

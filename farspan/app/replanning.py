@@ -27,7 +27,7 @@ from farspan.domain.problems import Refusal, command
 from farspan.domain.results import Estimate
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.units import counted, format_bytes, format_seconds, format_usd, short_time
-from farspan.launch.clusters import HERE
+from farspan.launch.clusters import THIS_MACHINE
 
 
 def replan_run(
@@ -52,7 +52,7 @@ def replan_run(
         parallel = replace(config.parallel, technique=technique or "auto")
         if cluster is not None:
             # Another cluster is used whole.
-            name = None if cluster == HERE else cluster
+            name = None if cluster == THIS_MACHINE else cluster
             parallel = replace(parallel, cluster=name, workers="auto")
         asked = replace(config, parallel=parallel)
         if cluster is None and not clusters.is_external(parallel.cluster or ""):

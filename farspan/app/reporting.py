@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from farspan.report.history import RunHistory
 
 #: Another plan is proposed if it reads this share of tokens a second more.
-MIN_GAIN = 0.01
+MIN_SPEED_GAIN = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +206,7 @@ def _describe_replan(
     speed = best.estimate.tokens_per_s * best.estimate.token_efficiency
     old_speed = now.tokens_per_s * now.token_efficiency
     is_same = best.plan.replicas == plan.replicas and best.plan.devices == plan.devices
-    is_no_faster = parallel.objective == "time" and speed <= (1 + MIN_GAIN) * old_speed
+    is_no_faster = parallel.objective == "time" and speed <= (1 + MIN_SPEED_GAIN) * old_speed
     if is_same or is_no_faster:
         return "planned again with this pace, no plan would be faster than this one"
     return (

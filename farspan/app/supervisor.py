@@ -34,7 +34,7 @@ from farspan.launch.spares import Spares
 from farspan.launch.workers import SupervisorState, Workers
 
 #: How often hosts that are away are looked for, and the user's wish to stop.
-POLL_S = 1.0
+HOST_POLL_S = 1.0
 STOP_POLL_S = 0.1
 #: Spares are started when workers have trained this long: they import for seconds, which short runs
 #: do not get back.
@@ -206,7 +206,7 @@ class Supervisor:
             if reduced is not None and time.monotonic() - began >= loss_s:
                 adopt_plan(self._run, reduced, self._progress)
                 return True
-            self._sleep(POLL_S)
+            self._sleep(HOST_POLL_S)
         self._require_not_asked()
         return False
 

@@ -10,7 +10,7 @@ from farspan.domain.codec import content_hash, load, save
 from farspan.domain.plan import Plan
 from farspan.domain.run import cache_folder, make_cache_folder
 from farspan.domain.trial import Trial
-from farspan.launch.trial import Limits, run_trial, steps_for, trial_limits
+from farspan.launch.trial import TrialLimits, run_trial, steps_for, trial_limits
 from farspan.semantics.identity import cluster_hash, plan_key
 
 
@@ -30,7 +30,7 @@ class TrialCache:
         within = trial_limits(plan, self._resolved.cluster, step_s, steps_for(step_s))
         return self.run(plan, within, least=0)
 
-    def run(self, plan: Plan, within: Limits, least: int | None = None) -> Trial:
+    def run(self, plan: Plan, within: TrialLimits, least: int | None = None) -> Trial:
         """Run a trial, or return a kept one that has timed at least `least` steps (None: all that
         `within` asks for), which took no time."""
         cluster = self._resolved.cluster

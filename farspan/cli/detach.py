@@ -98,7 +98,7 @@ def _wait_until_trains(
             ended = job.poll() is not None
             trains = not ended and not interrupted and _is_training(run, job.pid, position)
             if not ended:
-                time.sleep(jobs.POLL_S)
+                time.sleep(jobs.JOB_POLL_S)
             _echo_log(log, console)
             if ended or trains:
                 break

@@ -25,7 +25,7 @@ CODES = {
     "5": "31",
 }
 #: Where no terminal says how wide it is, and the bounds within which one is believed.
-WIDTH = 100
+DEFAULT_WIDTH = 100
 NARROWEST = 76
 WIDEST = 110
 #: What stands between the facts of a line, what their further lines begin with, and the space at
@@ -42,7 +42,7 @@ def text_width() -> int:
 
 def terminal_columns() -> int:
     """Columns of the terminal."""
-    return shutil.get_terminal_size((WIDTH, 24)).columns
+    return shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns
 
 
 def fold_line(text: str, columns: int) -> str:

@@ -13,8 +13,8 @@ from farspan.domain.words import join_words
 from farspan.planning.candidate import Candidate
 from farspan.planning.diff import PlanDifference
 from farspan.planning.ranking import (
-    HEADS,
     LEFT_ALIGNED,
+    RANKING_HEADS,
     Ranking,
     candidate_cells,
     candidate_name,
@@ -28,7 +28,7 @@ from farspan.planning.ranking import (
     step_shares,
     time_bounds_s,
 )
-from farspan.planning.why import HEADS as REASON_HEADS
+from farspan.planning.why import REASON_HEADS as REASON_HEADS
 from farspan.planning.why import Why, describe_choice, explain_choice
 from farspan.report.tables import table_lines
 
@@ -58,7 +58,7 @@ LEGEND = (
     "step %: compute / exposed communication / waiting for other stages; minutes: "
     "predicted (interval)"
 )
-WHERE_COLUMN = HEADS.index("where")
+WHERE_COLUMN = RANKING_HEADS.index("where")
 
 
 def print_ranking(
@@ -146,15 +146,15 @@ def table_legend(shown: Sequence[Candidate]) -> str:
 
 def _align_rows(ranking: Ranking, shown: Sequence[int], colours: bool) -> list[str]:
     """Return the table's lines; long cells shrink before the part's name does, which is wrapped."""
-    heads = HEADS
-    right = [place for place, head in enumerate(HEADS) if head not in LEFT_ALIGNED]
+    heads = RANKING_HEADS
+    right = [place for place, head in enumerate(RANKING_HEADS) if head not in LEFT_ALIGNED]
     rows: list[Sequence[str]] = []
     styles = []
     for i in shown:
         rows.append(candidate_cells(ranking, i))
         style = "" if ranking.candidates[i].eligible else "dim"
         styles.append("bold green" if i == ranking.chosen else style)
-    columns = zip(HEADS, *rows, strict=True)
+    columns = zip(RANKING_HEADS, *rows, strict=True)
     if sum(max(map(len, column)) + 1 for column in columns) > text_width() + 1:
         heads = NARROW_HEADS
         rows = [list(map(_shorten_cell, row)) for row in rows]
@@ -213,7 +213,7 @@ def page_text(ranking: Ranking, index: int | None) -> PageText:
         question=describe_question(ranking),
         choice=instead + reasons.choice,
         tiles=tiles,
-        heads=HEADS,
+        heads=RANKING_HEADS,
         rows=tuple(rows),
         marked=index,
         refused=tuple(refused),

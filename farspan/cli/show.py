@@ -30,17 +30,17 @@ class Show:
         self._end_display()
 
     def __call__(self, update: object) -> None:
-        say = self._console.write_line
+        write = self._console.write_line
         match update:
             case Note() | Faulted():
-                say(update.text)
+                write(update.text)
             case Ranked():
                 print_ranking(update.ranking, self._console)
-                say()
+                write()
             case Tried():
                 self._console.write_facts(str(update))
             case Chosen():
-                say(wrap_paragraph(str(update)))
+                write(wrap_paragraph(str(update)))
             case Planned():
                 self._console.write_facts(str(update))
                 for warning in update.resolved.warnings:

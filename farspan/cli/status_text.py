@@ -12,9 +12,9 @@ from farspan.report.endings import ending
 from farspan.report.tables import table_lines
 from farspan.report.text import recovery_words
 
-HEADS = ("run", "state", "step", "done", "loss", "tokens/s", "saved", "left")
+STATUS_HEADS = ("run", "state", "step", "done", "loss", "tokens/s", "saved", "left")
 #: As rich names styles.
-TINTS = {"running": "bold green", "failed": "red", "lost": "red"}
+STATE_STYLES = {"running": "bold green", "failed": "red", "lost": "red"}
 
 
 def list_runs(statuses: Sequence[Status], *, json: bool) -> list[str]:
@@ -27,11 +27,17 @@ def list_runs(statuses: Sequence[Status], *, json: bool) -> list[str]:
         row.append(_format_known(status.saved_s, format_largest_unit))
         row.append(_format_known(status.left_s, format_largest_unit))
         rows.append(row)
-    right = range(2, len(HEADS))
-    tints = [TINTS.get(status.state, "") for status in statuses]
+    right = range(2, len(STATUS_HEADS))
+    tints = [STATE_STYLES.get(status.state, "") for status in statuses]
     colours = wants_colours(json=json)
     return table_lines(
-        HEADS, rows, right=right, width=text_width(), wrap=(0, 1), colours=colours, tints=tints
+        STATUS_HEADS,
+        rows,
+        right=right,
+        width=text_width(),
+        wrap=(0, 1),
+        colours=colours,
+        tints=tints,
     )
 
 

@@ -17,11 +17,11 @@ Tokens = npt.NDArray[Any]
 Probabilities = npt.NDArray[np.float64]
 
 #: Tokens counted at most (a few seconds), and validation tokens that are predicted.
-MAX_TOKENS = 1 << 21
+MAX_COUNTED_TOKENS = 1 << 21
 VAL_TOKENS = 1 << 16
 #: Text is drawn in pieces of so many tokens, in an order of this seed: the first of a file say
 #: little of the rest.
-PIECE = 256
+PIECE_TOKENS = 256
 SEED = 0
 #: Steps of expectation and maximization to the shares of the three predictions (`mixed_nats`): they
 #: stand by then.
@@ -41,7 +41,7 @@ def measure_counts(
 ) -> tuple[Counted, ...]:
     """Measure how well counts over a sixteenth, a quarter and all of at most `tokens` tokens of
     `train` predict `val`."""
-    pieces = _draw_pieces(train, min(tokens, MAX_TOKENS))
+    pieces = _draw_pieces(train, min(tokens, MAX_COUNTED_TOKENS))
     held_out = _draw_pieces(val, VAL_TOKENS)
     if not (len(pieces) and len(held_out)):
         return ()
@@ -53,7 +53,7 @@ def measure_counts(
         few = ngram_probabilities(counted_text, val, vocab_size, SHORT_ORDER)
         many = ngram_probabilities(counted_text, val, vocab_size, LONG_ORDER)
         counts = Counted(
-            tokens=float(size * PIECE),
+            tokens=float(size * PIECE_TOKENS),
             few=-float(np.mean(np.log(few))),
             few_again=mixed_nats(few, cached),
             many_again=mixed_nats(many, cached),
@@ -64,10 +64,10 @@ def measure_counts(
 
 def _draw_pieces(tokens: Tokens, count: float) -> Tokens:
     """Draw at most `count` tokens (int64) as pieces in a seeded order, (pieces, PIECE)."""
-    whole = len(tokens) // PIECE
-    pieces = tokens[: whole * PIECE].reshape(-1, PIECE)
+    whole = len(tokens) // PIECE_TOKENS
+    pieces = tokens[: whole * PIECE_TOKENS].reshape(-1, PIECE_TOKENS)
     order = np.random.default_rng(SEED).permutation(whole)
-    drawn = pieces[order[: int(count) // PIECE]]
+    drawn = pieces[order[: int(count) // PIECE_TOKENS]]
     return drawn.astype(np.int64)
 
 
@@ -136,8 +136,8 @@ def cache_probabilities(pieces: Tokens) -> tuple[Probabilities, Probabilities]:
     have none: of the tokens, and of what followed the token before it."""
     single = np.zeros(pieces.shape)
     pair = np.zeros(pieces.shape)
-    earlier = np.tril(np.ones((PIECE, PIECE), bool), -1)
-    num_earlier = np.maximum(1, np.arange(PIECE))
+    earlier = np.tril(np.ones((PIECE_TOKENS, PIECE_TOKENS), bool), -1)
+    num_earlier = np.maximum(1, np.arange(PIECE_TOKENS))
     for start in range(0, len(pieces), PIECES_AT_ONCE):
         rows = slice(start, start + PIECES_AT_ONCE)
         part = pieces[rows]

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 
 from farspan.corpus.processes import (
-    Channel,
     ChildProcess,
+    ProcessChannel,
     limit_cpu,
     limit_memory,
     silence_errors,
@@ -64,7 +64,7 @@ class GuardedReader:
     def __init__(self, *, memory_bytes: int = MEMORY_BYTES, cpu_s: int = CPU_S) -> None:
         self._limits = (memory_bytes, cpu_s)
         self._process: ChildProcess | None = None
-        self._channel: Channel | None = None
+        self._channel: ProcessChannel | None = None
 
     def read(self, reader: Reader, file: Path) -> Iterator[Document | Skipped]:
         """Yield the documents of a file. Raises UnreadableFile for one that takes too much, or that
@@ -106,7 +106,7 @@ class GuardedReader:
         self._process = self._channel = None
 
 
-def _serve_requests(channel: Channel, memory_bytes: int, cpu_s: int) -> None:
+def _serve_requests(channel: ProcessChannel, memory_bytes: int, cpu_s: int) -> None:
     """Read the files that are asked for until nobody asks any more."""
     silence_errors()
     limit_memory(memory_bytes)
@@ -130,7 +130,7 @@ def _serve_requests(channel: Channel, memory_bytes: int, cpu_s: int) -> None:
         channel.send(msgspec.msgpack.encode(end))
 
 
-def _send_documents(channel: Channel, reader: Reader, file: Path, cpu_s: int) -> None:
+def _send_documents(channel: ProcessChannel, reader: Reader, file: Path, cpu_s: int) -> None:
     batch = _Batch()
     chars = 0
     limit_cpu(cpu_s)

@@ -39,7 +39,7 @@ SHARD_BYTES = 4 << 20
 #: Documents encoded at a time.
 _BATCH = 64
 #: What becomes of a document; one that is CUT is trained on but for its end, which is held out.
-DROPPED = 0
+DOCUMENT_DROPPED = 0
 TRAIN = 1
 VAL = 2
 CUT = 3
@@ -165,7 +165,7 @@ def encode_shard(stem: Path, tokenizer_file: Path) -> None:
 
 def write_copies(stem: Path) -> None:
     """Write the dropped documents of a shard (.copies.zst)."""
-    write_documents(stem.with_suffix(".copies.zst"), read_chosen(stem, DROPPED))
+    write_documents(stem.with_suffix(".copies.zst"), read_chosen(stem, DOCUMENT_DROPPED))
 
 
 def join_shards(stems: list[Path], folder: Path) -> dict[str, Split]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from farspan.corpus.processes import (
-    Channel,
+    ProcessChannel,
     limit_cpu,
     limit_memory,
     silence_errors,
@@ -81,7 +81,7 @@ def _find_patterns(part: Any) -> Iterator[str]:
             yield from _find_patterns(value)
 
 
-def _try_patterns(channel: Channel, content: str, cpu_s: int) -> None:
+def _try_patterns(channel: ProcessChannel, content: str, cpu_s: int) -> None:
     """Send "ended" once all texts are encoded; where one does not end, the system ends this
     process."""
     from tokenizers import Tokenizer

@@ -146,7 +146,7 @@ def read_text(
         train = len(documents)
         documents += _chosen_of(stems, pack.VAL)
         kept = len(documents)
-        documents += _chosen_of(stems, pack.DROPPED)
+        documents += _chosen_of(stems, pack.DOCUMENT_DROPPED)
     clusters = decision.corpus_clusters().tolist()
     return distinct_texts(documents, clusters, train=train, kept=kept, fingerprint=fingerprint)
 

@@ -61,7 +61,7 @@ def spawn_pool(count: int) -> ProcessPoolExecutor:
         return ProcessPoolExecutor(count, mp_context=_Context(), initializer=_start_worker)
 
 
-class Channel:
+class ProcessChannel:
     """One end of a connection between two processes, which send each other bytes."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -86,7 +86,9 @@ class Channel:
         self._socket.close()
 
 
-def start_beside(target: Callable[..., None], *arguments: object) -> tuple[ChildProcess, Channel]:
+def start_beside(
+    target: Callable[..., None], *arguments: object
+) -> tuple[ChildProcess, ProcessChannel]:
     """Start a new process that runs `target(channel, *arguments)`. Returns this end of the channel
     too.
 
@@ -97,12 +99,12 @@ def start_beside(target: Callable[..., None], *arguments: object) -> tuple[Child
     with there:
         # Only the new process keeps its end, so that its death ends the channel.
         process.start()
-    return process, Channel(here)
+    return process, ProcessChannel(here)
 
 
 def _run_beside(target: Callable[..., None], end: socket.socket, *arguments: object) -> None:
     _start_worker()
-    target(Channel(end), *arguments)
+    target(ProcessChannel(end), *arguments)
 
 
 def silence_errors() -> None:

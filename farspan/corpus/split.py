@@ -60,7 +60,7 @@ class Decision(NamedTuple):
         is_tail = np.arange(len(documents)) >= len(self.fates)
         fates = self.fates[documents]
         is_val = (fates == pack.VAL) | is_tail
-        sides = np.select([fates == pack.DROPPED, is_val], [2, 1], 0)
+        sides = np.select([fates == pack.DOCUMENT_DROPPED, is_val], [2, 1], 0)
         order = np.lexsort((is_tail, documents, sides))
         numbers = np.empty(len(order), np.int64)
         numbers[order] = np.arange(len(order))
@@ -96,7 +96,7 @@ def decide_split(stems: list[Path], data: DataConfig, *, must_split: bool) -> De
         is_held_out = of_least_hash(keys)
     fates = np.where(is_held_out, np.uint8(pack.VAL), np.uint8(pack.TRAIN))
     dropped = copies & data.dedup
-    fates[dropped] = pack.DROPPED
+    fates[dropped] = pack.DOCUMENT_DROPPED
     cuts = np.zeros(len(fates), np.int64)
     if share and not is_split:
         texts_to_cut = _texts_to_cut(stems, keys, dropped)

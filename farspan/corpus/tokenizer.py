@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 #: Bytes of a tokenizer.json and tokens in it: the largest published ones have 35 MB and 262,144.
 MAX_FILE_BYTES = 256 << 20
-MAX_TOKENS = 1_000_000
+MAX_VOCAB_SIZE = 1_000_000
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
 
@@ -198,8 +198,8 @@ def _check_ids(inner: tokenizers.Tokenizer) -> None:
     if not inner.get_vocab_size(with_added_tokens=False):
         raise ValueError("it has no tokens for text")
     ids = sorted(set(inner.get_vocab(with_added_tokens=True).values()))
-    if len(ids) > MAX_TOKENS:
-        raise ValueError(f"it has {len(ids):,} tokens; at most {MAX_TOKENS:,} are read")
+    if len(ids) > MAX_VOCAB_SIZE:
+        raise ValueError(f"it has {len(ids):,} tokens; at most {MAX_VOCAB_SIZE:,} are read")
     if ids and ids[-1] >= len(ids):
         missing = next(number for number, token_id in enumerate(ids) if number != token_id)
         raise ValueError(f"its ids go up to {ids[-1]:,}, but none of its tokens has id {missing:,}")

@@ -20,7 +20,7 @@ class Price(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     checked: str
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MeasuredRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The best published FLOP/s of a dense product `[m, k] @ [k, n]`; `shape` is (m, n, k), None
     where not printed."""
 
@@ -55,7 +55,7 @@ class CatalogDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     memory: str | None = None
     bandwidth: str | None = None
     watts: float | None = None
-    measured: dict[DType, Measured] = {}
+    measured: dict[DType, MeasuredRate] = {}
     interconnect: CatalogInterconnect | None = None
     price: Price | None = None
 

@@ -37,7 +37,7 @@ LINK_BANDWIDTH = UNKNOWN_LINK.rate
 #: start unconfined; READY then names a file a line and what to write there, `FILE=TEXT`, once it
 #: has started.
 STARTING_VARIABLE = "FARSPAN_STARTING"
-READY = "FARSPAN_READY"
+READY_VARIABLE = "FARSPAN_READY"
 #: As STARTING, where the process is a spare that may never be that device's worker; TAKEN then
 #: names, as READY does, what to write when it becomes one.
 SPARE = "FARSPAN_SPARE"

@@ -43,13 +43,11 @@ def _devices(content: Any) -> list[dict[str, Any]]:
     """Return the tables of devices in the file's content; the reader refuses other shapes."""
 
     def inside(tables: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-        lists = (table.get(key) for table in tables)
-        return [
-            entry
-            for entries in lists
-            if isinstance(entries, list | tuple)
-            for entry in entries
-            if isinstance(entry, dict)
-        ]
+        inner: list[dict[str, Any]] = []
+        for table in tables:
+            entries = table.get(key)
+            if isinstance(entries, list | tuple):
+                inner.extend(entry for entry in entries if isinstance(entry, dict))
+        return inner
 
     return inside(inside(inside([content], "sites"), "hosts"), "devices")

@@ -65,14 +65,14 @@ class Bounds(NamedTuple):
     bare_unit: str | None = None
 
 
-MEMORY = Bounds(parse_bytes, 2**20, 2**50)
+MEMORY_SIZE = Bounds(parse_bytes, 2**20, 2**50)
 MEMORY_BANDWIDTH = Bounds(parse_rate, 1e6, 1e15)
 #: Up to 10 Tbit/s.
 NETWORK_BANDWIDTH = Bounds(parse_rate, 1e2, 10e12 / 8)
 MAX_LOSS = 0.99
 #: The quantities of all entries by their keys, but for `bandwidth` of a link.
 QUANTITIES = {
-    "memory": MEMORY,
+    "memory": MEMORY_SIZE,
     "bandwidth": MEMORY_BANDWIDTH,
     "rate": MEMORY_BANDWIDTH,
     "local_rate": MEMORY_BANDWIDTH,
@@ -523,15 +523,18 @@ def to_file(cluster: Cluster) -> ClusterFile:
 
 def _device_entry(device: Device) -> DeviceEntry:
     sheet = device.sheet
-    interconnect = sheet.interconnect
+    interconnect = None
+    if sheet.interconnect is not None:
+        interconnect = _entry(InterconnectEntry, sheet.interconnect)
+    is_default = sheet.dtypes == tuple(sheet.flops)
     return _entry(
         DeviceEntry,
         device,
         count=1,
         flops=sheet.flops or None,
         measured=sheet.measured or None,
-        dtypes=None if sheet.dtypes == tuple(sheet.flops) else sheet.dtypes,
-        interconnect=interconnect and _entry(InterconnectEntry, interconnect),
+        dtypes=None if is_default else sheet.dtypes,
+        interconnect=interconnect,
         turn=device.slot.turn_s or None,
     )
 

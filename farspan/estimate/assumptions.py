@@ -9,7 +9,7 @@ from itertools import pairwise
 from farspan.domain.plan import Plan
 from farspan.domain.units import format_bytes, format_rate
 from farspan.estimate.compute import UNKNOWN_FLOPS, best_product, product_dtype
-from farspan.estimate.network import UNKNOWN_BANDWIDTH, Network
+from farspan.estimate.network import UNKNOWN_LINK_BANDWIDTH, Network
 from farspan.estimate.stage import Costs
 
 
@@ -147,7 +147,7 @@ def _links(plan: Plan, costs: Costs) -> list[str]:
             assumed = network.cluster.assumed_network(a, b)
             inside = network.site(a) == network.site(b)
             if link.bandwidth is None and (costs.engine.host_rate or not inside):
-                rate = costs.engine.host_rate or UNKNOWN_BANDWIDTH
+                rate = costs.engine.host_rate or UNKNOWN_LINK_BANDWIDTH
                 text = (
                     f"the line's rate is unknown, {format_rate(rate)} is assumed; farspan probe "
                     "measures it"

@@ -15,13 +15,13 @@ from farspan.domain.cluster import Device, DType
 from farspan.domain.engine import Activity, Engine
 from farspan.domain.graph import Operator, OpGraph, backward_flops, forward_flops
 from farspan.semantics.kernel_choice import BYTES, activities
-from farspan.semantics.tensor_sharding import WHOLE, Division
+from farspan.semantics.tensor_sharding import UNDIVIDED, OperatorDivision
 
 #: Where neither a data sheet nor a measurement is known: a T4's figures, the slowest GPU in common
 #: use, and one core with AVX2 (both as in `catalog/devices.yaml`). Every estimate that uses them
 #: says so.
 UNKNOWN_FLOPS = {"cuda": 65e12, "mps": 5e12, "cpu": 64e9}
-UNKNOWN_BANDWIDTH = {"cuda": 320e9, "mps": 100e9, "cpu": 3.2e9}
+UNKNOWN_MEMORY_BANDWIDTH = {"cuda": 320e9, "mps": 100e9, "cpu": 3.2e9}
 #: Without tensor units fp32 is this much slower on GPUs (T4: 8.1 of 65 TFLOP/s); CPUs have the
 #: figure as it is.
 UNKNOWN_FP32 = {"cuda": 1 / 8, "mps": 1.0, "cpu": 1.0}
@@ -75,7 +75,7 @@ class DeviceSpeed:
         if engine.flops_per_watt is not None and device.sheet.watts is not None:
             self._flops = min(self._flops, engine.flops_per_watt * device.sheet.watts)
         self._bandwidth = (
-            device.sheet.bandwidth or UNKNOWN_BANDWIDTH[device.backend]
+            device.sheet.bandwidth or UNKNOWN_MEMORY_BANDWIDTH[device.backend]
         ) * engine.bandwidth
         self._composed = (
             self._bandwidth * (engine.composed_bandwidth or engine.bandwidth) / engine.bandwidth
@@ -155,7 +155,7 @@ def work(
     width: int,
     keys: float | None,
     engine: Engine,
-    part: Division = WHOLE,
+    part: OperatorDivision = UNDIVIDED,
 ) -> tuple[OperatorWork, OperatorWork]:
     """Return the forward and the backward pass of one operator over `rows` sequences.
 
@@ -193,7 +193,7 @@ def work(
 
 
 def _product_shape(
-    graph: OpGraph, op: Operator, tokens: int, part: Division
+    graph: OpGraph, op: Operator, tokens: int, part: OperatorDivision
 ) -> tuple[int, int, int]:
     """Return the matrices `[m, k] @ [k, n]` of one device. Rows of the batch divide m, a contracted
     dim divides k, an output dim n."""
@@ -210,7 +210,7 @@ def _product_shape(
     return m, k, max(1, round(n * part.arithmetic))
 
 
-def _share(op: Operator, activity: Activity, part: Division) -> float:
+def _share(op: Operator, activity: Activity, part: OperatorDivision) -> float:
     """Return the share of an activity's elements that one device goes over."""
     if activity in ("weight", "table"):
         return part.weights

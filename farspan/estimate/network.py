@@ -20,8 +20,8 @@ from farspan.domain.engine import Engine
 from farspan.domain.machines import AssumedNetwork
 from farspan.domain.plan import PlannedDevice
 from farspan.estimate.network_path import (
-    Group,
     NetworkPath,
+    RankGroup,
     bytes_under_way,
     catalogued_rate,
     interpolated_s,
@@ -29,12 +29,12 @@ from farspan.estimate.network_path import (
     threads_per_core,
 )
 from farspan.estimate.schedule import Hop
-from farspan.semantics.communications import Communication, Flow, ring_steps
+from farspan.semantics.communications import Communication, WireFlow, ring_steps
 
 #: Between devices of one host: a copy through shared memory or a bus.
 LOCAL_DELAY_S = 5e-6
 #: Where nothing is known of the line between two sites.
-UNKNOWN_BANDWIDTH = LINK_BANDWIDTH
+UNKNOWN_LINK_BANDWIDTH = LINK_BANDWIDTH
 #: Bytes of a TCP segment on Ethernet.
 SEGMENT = 1448
 
@@ -62,7 +62,7 @@ class Network:
         self.core_load = threads_per_core(cluster, self.devices, self.hosts)
         self._by_name = by_name
         self._ring_rates: dict[tuple[int, ...], float] = {}
-        self._groups: dict[tuple[int, ...], Group] = {}
+        self._groups: dict[tuple[int, ...], RankGroup] = {}
         #: Bytes a second of a ring over all devices of a host that are here.
         self.local_rate = {
             name: self.ring_rate([rank for rank, host in enumerate(self.hosts) if host == name])
@@ -74,7 +74,7 @@ class Network:
         self._cards = {host.name for host in cluster.hosts if host.nic is not None}
         self._links: dict[tuple[str, str], Link] = {}
         self._wires: dict[tuple[str, str, bool, int], NetworkPath] = {}
-        self._rings: dict[tuple[Group, int, int], tuple[float, float]] = {}
+        self._rings: dict[tuple[RankGroup, int, int], tuple[float, float]] = {}
         self._ranges: dict[frozenset[str], tuple[float, float] | None] = {}
 
     def _used(self) -> Iterator[tuple[Device, str]]:
@@ -108,7 +108,7 @@ class Network:
         ]
         return self.engine.local_rate * min(parts, default=1.0)
 
-    def _group(self, ranks: Sequence[int]) -> Group:
+    def _group(self, ranks: Sequence[int]) -> RankGroup:
         """Where the ranks of a group are, and the rates inside the hosts where several are."""
         key = tuple(ranks)
         if key not in self._groups:
@@ -120,7 +120,7 @@ class Network:
                 for host, inside in by_host.items()
                 if len(inside) > 1
             )
-            self._groups[key] = Group(tuple(self.hosts[rank] for rank in key), rates)
+            self._groups[key] = RankGroup(tuple(self.hosts[rank] for rank in key), rates)
         return self._groups[key]
 
     def link(self, a: str, b: str) -> Link:
@@ -244,7 +244,7 @@ class Network:
         line = link.bandwidth if carries is None else carries
         if line is None:
             assumed = self.cluster.assumed_network(a, b)
-            line = UNKNOWN_BANDWIDTH if assumed is None else assumed.rate
+            line = UNKNOWN_LINK_BANDWIDTH if assumed is None else assumed.rate
         if engine.host_rate is not None:
             line = engine.host_rate if link.bandwidth is None else min(line, engine.host_rate)
         round_trip_s = link.rtt_s + engine.message_s
@@ -263,7 +263,7 @@ class Network:
             return max(size / wire.line, interpolated_s(wire.timed, size) - wire.delay_s)
         return size / wire.rate
 
-    def flows_s(self, flows: Sequence[Flow], streams: int) -> Hop:
+    def flows_s(self, flows: Sequence[WireFlow], streams: int) -> Hop:
         """Return what messages that leave at the same time take: each on its own wire, all that
         share a line after another, and the software of each sender one after another."""
         # Of each pair of hosts the largest message; of each device what goes out and comes in
@@ -291,7 +291,7 @@ class Network:
             busy = max(busy, sum(size / rate for rate, size in moved.items()))
         return Hop(busy + max(posted.values(), default=0) * self.engine.message_s, delay)
 
-    def leaving(self, flows: Iterable[Flow]) -> dict[str, float]:
+    def leaving(self, flows: Iterable[WireFlow]) -> dict[str, float]:
         """Bytes that leave each site."""
         sent: dict[str, float] = {}
         for source, target, size in flows:
@@ -443,7 +443,7 @@ class Network:
 
     def _answered_s(
         self,
-        group: Group,
+        group: RankGroup,
         part: float,
         steps: int,
         messages: float,
@@ -465,7 +465,7 @@ class Network:
             )
         return max(1.0, messages) / at_once * steps * slowest
 
-    def _ring_wires(self, group: Group) -> list[NetworkPath]:
+    def _ring_wires(self, group: RankGroup) -> list[NetworkPath]:
         """Return the wires of a ring over a group, from each rank to the next."""
         inside = {host: self._inside(host, rate) for host, rate in group.rates}
         pairs = zip(group.hosts, group.hosts[1:] + group.hosts[:1], strict=True)
@@ -473,7 +473,7 @@ class Network:
             inside[a] if a == b else self.between(a, b, True, self.engine.streams) for a, b in pairs
         ]
 
-    def _ring(self, group: Group, steps: int, concurrent: int) -> tuple[float, float]:
+    def _ring(self, group: RankGroup, steps: int, concurrent: int) -> tuple[float, float]:
         """Return the latency of the longest path of a part in `steps`, and the seconds a byte on
         the slowest wire."""
         key = (group, steps, concurrent)

@@ -39,7 +39,7 @@ class NetworkPath(msgspec.Struct, frozen=True):
         return self.rate if concurrent == 1 else min(self.rate, self.line / concurrent)
 
 
-class Group(NamedTuple):
+class RankGroup(NamedTuple):
     """Ranks of a collective by what decides its time: their hosts in order, and bytes a second
     inside each host that has several of them."""
 

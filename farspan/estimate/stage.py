@@ -46,9 +46,9 @@ from farspan.semantics.pass_order import depths_in_flight
 from farspan.semantics.tensor_sharding import (
     COPY,
     RESIDUAL,
-    WHOLE,
+    UNDIVIDED,
     Collective,
-    Division,
+    OperatorDivision,
     between,
     divided,
     work_share,
@@ -183,12 +183,12 @@ class Costs:
 
     def _unpaced(self, kind: int, op: Operator, rows: int) -> tuple[Kernels, Kernels]:
         """One whole operator on a device, by the roofline alone."""
-        forward, backward = self._roofline(kind, op, rows, WHOLE)
+        forward, backward = self._roofline(kind, op, rows, UNDIVIDED)
         pace = 1 / self._devices[kind].learned.pace
         return forward.scaled((pace, pace)), backward.scaled((pace, pace))
 
     def _roofline(
-        self, kind: int, op: Operator, rows: int, part: Division
+        self, kind: int, op: Operator, rows: int, part: OperatorDivision
     ) -> tuple[Kernels, Kernels]:
         keys = scored_keys(self.train, self._devices[kind].backend)
         forward, backward = work(

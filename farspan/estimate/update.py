@@ -16,7 +16,7 @@ from farspan.semantics.matrices import by_shape
 #: taken.
 STREAMED = 2 * 3 + 4 + 2 + 4
 #: Bytes an element that an average of weights reads and writes.
-AVERAGED = 12
+AVERAGE_BYTES = 12
 #: Passes over X, in the width of its products, of what an iteration does beside these: a multiple,
 #: and a sum of two.
 SUMMED = 5
@@ -44,7 +44,7 @@ def _elements_s(costs: Costs, stage: Stage, rank: int) -> float:
         + 2 * engine.gradient_bytes[dtype]
         + engine.weight_bytes[dtype]
     )
-    averaged = AVERAGED if costs.train.optimizer.average else 0
+    averaged = AVERAGE_BYTES if costs.train.optimizer.average else 0
     elements = (costs.owned(stage) - costs.matrices(stage).elements) * moved * engine.update_passes
     return costs.stream_s(rank, elements + costs.owned(stage) * averaged)
 

@@ -25,7 +25,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-BLOCK = 1 << 18
+SEND_BYTES = 1 << 18
 #: A caller sends the server's secret within CALL_S, and is not silent for longer than IDLE_S.
 CALL_S = 10
 IDLE_S = 60
@@ -37,10 +37,10 @@ DRIVER_S = 10.0
 IMPORT_S = 90.0
 #: Linux's request for the address of an interface.
 SIOCGIFADDR = 0x8915
-PACKAGES = ("farspan", "torch", "ray", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+VERSIONED_PACKAGES = ("farspan", "torch", "ray", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
-class Server:
+class LinkServer:
     """Answers pings, swallows streams and counts datagrams of callers that know its secret, on one
     port of an address."""
 
@@ -67,7 +67,7 @@ class Server:
             threading.Thread(target=self.answer, args=(connection,), daemon=True).start()
 
     def answer(self, connection: socket.socket) -> None:
-        buffer = bytearray(BLOCK)
+        buffer = bytearray(SEND_BYTES)
         with connection, suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.settimeout(CALL_S)
@@ -97,7 +97,7 @@ class Server:
                 self.datagrams[tag] = self.datagrams.get(tag, 0) + 1
 
 
-SERVER: list[Server] = []
+SERVER: list[LinkServer] = []
 SENDERS: list[threading.Thread] = []
 
 
@@ -118,7 +118,7 @@ def hello() -> dict[str, Any]:
 
 def serve(address: str, secret: str) -> dict[str, Any]:
     if not SERVER:
-        SERVER.append(Server(listen_address(address), secret.encode()))
+        SERVER.append(LinkServer(listen_address(address), secret.encode()))
     return {"port": SERVER[0].port}
 
 
@@ -173,7 +173,7 @@ def facts() -> dict[str, Any]:
     cpus = os.cpu_count()
     if hasattr(os, "sched_getaffinity"):
         cpus = len(os.sched_getaffinity(0))
-    packages = {name: package_version(name) for name in PACKAGES}
+    packages = {name: package_version(name) for name in VERSIONED_PACKAGES}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     disk_free = shutil.disk_usage(Path.home()).free
     return {
@@ -352,7 +352,9 @@ def connection_failure(error: OSError, silent: str) -> dict[str, Any]:
     return {"failed": "port" if refused else "route", "fact": error.strerror or str(error)}
 
 
-def say(address: str, port: int, secret: str, tag: str, count: int, gap: float) -> dict[str, Any]:
+def send_datagrams(
+    address: str, port: int, secret: str, tag: str, count: int, gap: float
+) -> dict[str, Any]:
     """Send datagrams, which need no return path."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
@@ -376,7 +378,7 @@ def stream(address: str, port: int, secret: str, streams: int, seconds: float) -
 
 
 def send_until(address: str, port: int, secret: str, end: float) -> None:
-    block = bytes(BLOCK)
+    block = bytes(SEND_BYTES)
     with suppress(OSError), socket.create_connection((address, port), timeout=10) as out:
         out.sendall(secret.encode() + b"s")
         while time.monotonic() < end:
@@ -418,7 +420,7 @@ DO = (
     wheel,
     route,
     reach,
-    say,
+    send_datagrams,
     stream,
     settle,
     transfer,

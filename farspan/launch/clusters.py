@@ -16,7 +16,7 @@ from farspan.domain.suggest import MAX_CANDIDATES, advise, any_of
 from farspan.domain.units import counted
 
 #: What `--cluster` calls this machine as it is.
-HERE = "here"
+THIS_MACHINE = "here"
 
 
 def shipped_clusters() -> dict[str, Path]:
@@ -35,7 +35,7 @@ def find_cluster(name: str) -> Cluster:
         return read_cluster(name.removeprefix("ray:"))
     count = re.search(r":(\d+)$", name)
     whole = name[: count.start()] if count else name
-    cluster = this_machine() if whole == HERE else load_cluster(_cluster_path(whole))
+    cluster = this_machine() if whole == THIS_MACHINE else load_cluster(_cluster_path(whole))
     if not count:
         return cluster
     wanted = int(count[1])
@@ -82,6 +82,8 @@ def _cluster_path(name: str) -> Path:
         "path-missing",
         what=f"there is no cluster {name!r}",
         where="--cluster",
-        fact=f"it is neither a file nor one of {', '.join(shipped)}, {HERE}",
-        remedy=advise(name, (*shipped, HERE), option="--cluster", fix="farspan cluster list"),
+        fact=f"it is neither a file nor one of {', '.join(shipped)}, {THIS_MACHINE}",
+        remedy=advise(
+            name, (*shipped, THIS_MACHINE), option="--cluster", fix="farspan cluster list"
+        ),
     )

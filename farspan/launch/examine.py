@@ -25,12 +25,12 @@ from farspan.launch.hosts import Agent
 REACH_S = 4.0
 #: A datagram that has not come by then will not.
 DATAGRAM_S = 3.0
-PINGS = 12
+QUICK_PINGS = 12
 #: Seconds that a stream gets to grow, in addition to GROW_RTTS round trips; then it is timed for
 #: TIMED_S, or TIMED_RTTS if longer.
 GROW_S = 0.5
 GROW_RTTS = 16
-TIMED_S = 1.0
+STREAM_S = 1.0
 TIMED_RTTS = 20
 
 
@@ -161,7 +161,7 @@ def host_address(host: Host) -> str:
     return host.address or host.name
 
 
-def probe_path(a: Agent, b: Agent, pings: int = PINGS) -> HostPath:
+def probe_path(a: Agent, b: Agent, pings: int = QUICK_PINGS) -> HostPath:
     """Try whether `a` can connect to `b`, and time its round trips: median, and half the spread of
     the middle half as jitter."""
     answer = a.ask("reach", **b.target, deadline=REACH_S, pings=pings, deadline_s=3 * REACH_S)
@@ -210,7 +210,7 @@ def one_way(a: Agent, b: Agent, path: HostPath) -> HostPath:
     """Return the path with whether single datagrams arrive: that shows which direction is cut."""
     tag = f"{a.host.name}-{time.monotonic_ns()}"
     try:
-        a.ask("say", **b.target, tag=tag, count=5, gap=0.02)
+        a.ask("send_datagrams", **b.target, tag=tag, count=5, gap=0.02)
     except Refusal:
         return msgspec.structs.replace(path, one_way=False)
     deadline = time.monotonic() + DATAGRAM_S
@@ -234,7 +234,7 @@ def measure_stream(a: Agent, b: Agent, streams: int, rtt_s: float) -> Streamed:
     small share.
     """
     grow = GROW_S + GROW_RTTS * rtt_s
-    timed = max(TIMED_S, TIMED_RTTS * rtt_s)
+    timed = max(STREAM_S, TIMED_RTTS * rtt_s)
     a.ask("stream", **b.target, streams=streams, seconds=grow + timed + 0.1)
     time.sleep(grow)
     a_before = a.ask("received")

@@ -29,7 +29,7 @@ from farspan.domain.problems import Refusal
 CLIENTS = frozenset({"ssh", "docker", "podman", "kubectl"})
 #: A host that has not answered the first question by then is not reachable (ssh itself gives up
 #: after CONNECT_S).
-START_S = 12.0
+HOST_START_S = 12.0
 CONNECT_S = 8
 #: ssh asks a silent host every ALIVE_S whether it is there, and ends after MAX_UNANSWERED times
 #: without an answer: else it would wait for hours on a link that is cut, or that a router has
@@ -37,7 +37,7 @@ CONNECT_S = 8
 ALIVE_S = 5
 MAX_UNANSWERED = 3
 #: A host answers a question about its files within this.
-ANSWER_S = 30.0
+HOST_ANSWER_S = 30.0
 #: An answer of more bytes is none: a host must not fill this machine's memory.
 MAX_ANSWER_BYTES = 2**28
 #: Reads its program from standard input first: command lines have a limit, and ssh needs no quoting
@@ -126,7 +126,7 @@ def start_shell(host: Host, text: str, **streams: int) -> subprocess.Popen[bytes
 
 
 def ask_shell(
-    host: Host, text: str, seconds: float = ANSWER_S, most: int = MAX_ANSWER_BYTES
+    host: Host, text: str, seconds: float = HOST_ANSWER_S, most: int = MAX_ANSWER_BYTES
 ) -> bytes | None:
     """Return what a command on a host prints; None where it fails, cannot be started, has not ended
     by then, or prints more than `most` bytes."""
@@ -199,7 +199,7 @@ class Agent:
         program = (resources.files("farspan.launch") / "agent.py").read_bytes()
         try:
             self._send(b"%d\n%b" % (len(program), program))
-            self.ask("hello", deadline_s=START_S)
+            self.ask("hello", deadline_s=HOST_START_S)
         except BaseException:
             self.__exit__()
             raise
@@ -249,7 +249,7 @@ class Agent:
     def _explain_end(self) -> Refusal:
         """Return why the command that should have reached the host ended, in the words of ssh or of
         the shell there."""
-        code = self._process.wait(timeout=ANSWER_S)
+        code = self._process.wait(timeout=HOST_ANSWER_S)
         self._reader.join(timeout=2)
         printed = b" ".join(self._errors).decode(errors="replace")
         words = " ".join(printed.split())

@@ -35,12 +35,12 @@ from farspan.launch.rendezvous import arrange_rendezvous
 
 T = TypeVar("T")
 #: What mends too little memory.
-SMALLER = (
+SMALLER_MODEL = (
     "--model and --seq-len with a smaller model or shorter sequences, or leave the device out of "
     "the cluster"
 )
 STREAMS = (1, 2, 4, 8, 16)
-PINGS = 40
+NUM_PINGS = 40
 #: Datagrams that loss is counted on, and the pause between two.
 DATAGRAMS = 2000
 GAP_S = 0.0005
@@ -61,7 +61,7 @@ SENT_BYTES = 2
 LIMITED = 1.5
 
 
-class Measured(NamedTuple):
+class MeasuredLink(NamedTuple):
     """The measured cluster; why devices are not measured in whole, by host and place there; what
     needed too much memory."""
 
@@ -76,7 +76,7 @@ def measure_cluster(
     report: Callable[[str], None],
     *,
     seq_len: int | None = None,
-) -> Measured:
+) -> MeasuredLink:
     """Return the cluster with measured devices, links and collectives, at the shapes of `model`.
 
     Its units are timed over sequences of `seq_len` tokens, by default as long as its context. A
@@ -91,7 +91,7 @@ def measure_cluster(
         for host in cluster.hosts:
             probes[host.name] = []
             for i, device in enumerate(host.devices):
-                probe = Probe(host, threads=device.slot.threads, device=i, remedy=SMALLER)
+                probe = Probe(host, threads=device.slot.threads, device=i, remedy=SMALLER_MODEL)
                 probes[host.name].append(stack.enter_context(probe))
         measuring = _Measuring(model, seq_len or model.context, report, probes, {}, [])
         for host in cluster.hosts:
@@ -114,7 +114,7 @@ def measure_cluster(
     measured_cluster = msgspec.structs.replace(
         cluster, sites=tuple(sites), links=measured_links, allreduce_s=allreduce_s
     )
-    return Measured(measured_cluster, measuring.failed, tuple(measuring.notes))
+    return MeasuredLink(measured_cluster, measuring.failed, tuple(measuring.notes))
 
 
 def matmul_shapes(model: ModelSpec, rows: int) -> list[tuple[int, int, int]]:
@@ -326,8 +326,8 @@ def name_link_ends(link: Link, ends: tuple[str, str], cluster: Cluster) -> Link:
 
 
 def _measure_link(a: Agent, b: Agent, activation_bytes: int) -> Link:
-    there = require_reached(probe_path(a, b, PINGS))
-    back = require_reached(probe_path(b, a, PINGS))
+    there = require_reached(probe_path(a, b, NUM_PINGS))
+    back = require_reached(probe_path(b, a, NUM_PINGS))
     rtt_s = min(there.rtt_s or 0.0, back.rtt_s or 0.0)
     jitter_s = max(there.jitter_s or 0.0, back.jitter_s or 0.0)
     streamed = {count: measure_stream(a, b, count, rtt_s) for count in STREAMS}
@@ -365,7 +365,7 @@ def _time_transfer(a: Agent, b: Agent, size: int, rtt_s: float) -> float:
 def _measure_loss(a: Agent, b: Agent) -> float | None:
     tag = f"loss-{a.host.name}"
     before = b.ask("datagrams", tag=tag)["count"]
-    a.ask("say", **b.target, tag=tag, count=DATAGRAMS, gap=GAP_S)
+    a.ask("send_datagrams", **b.target, tag=tag, count=DATAGRAMS, gap=GAP_S)
     # A question over the control connection takes longer than what is still under way.
     a.ask("reach", **b.target, deadline=5, pings=3)
     return loss_share(b.ask("datagrams", tag=tag)["count"] - before)

@@ -34,14 +34,14 @@ from farspan.launch.processes import with_environment, worker_environment
 
 T = TypeVar("T")
 #: No answer takes longer, short of a machine in trouble.
-ANSWER_S = 300.0
+PROBE_ANSWER_S = 300.0
 #: The limits of a device are known within this: an interpreter has to start.
 CAPS_TIMEOUT_S = 30.0
 #: Exit codes of a process that was killed, and of a shell that waited for it.
 KILLED_CODES = (-signal.SIGKILL, 128 + signal.SIGKILL)
 #: What mends too little memory while a run is planned.
-SMALLER = "set a smaller model or train.batch.global in run.yaml"
-THIS_MACHINE = Host(name="localhost", devices=(), enter=())
+SMALLER_BATCH = "set a smaller model or train.batch.global in run.yaml"
+LOCAL_HOST = Host(name="localhost", devices=(), enter=())
 
 
 class Probe:
@@ -50,11 +50,11 @@ class Probe:
 
     def __init__(
         self,
-        host: Host = THIS_MACHINE,
+        host: Host = LOCAL_HOST,
         *,
         threads: int = 1,
         device: int | None = None,
-        remedy: str = SMALLER,
+        remedy: str = SMALLER_BATCH,
     ) -> None:
         self._host = host
         self._threads = threads
@@ -115,7 +115,7 @@ class Probe:
             late.set()
             process.kill()
 
-        watchdog = threading.Timer(ANSWER_S, end)
+        watchdog = threading.Timer(PROBE_ANSWER_S, end)
         watchdog.start()
         try:
             process.stdin.write(msgspec.json.encode(question) + b"\n")
@@ -142,7 +142,7 @@ class Probe:
             where += f", device {self._device}"
         code = self._process.wait(timeout=10)
         if late or code not in KILLED_CODES:
-            fact = f"no answer within {ANSWER_S:.0f} s" if late else f"exit code {code}"
+            fact = f"no answer within {PROBE_ANSWER_S:.0f} s" if late else f"exit code {code}"
             return Refusal(
                 "worker-lost",
                 what="the trial process ended without an answer",

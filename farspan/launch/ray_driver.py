@@ -37,7 +37,7 @@ from farspan.domain.standard_input import STOP, first_line
 from farspan.domain.worker_exit import WorkerExit
 from farspan.launch.agent import free_ports, interfaces, nvidia
 from farspan.launch.launchers.ray import EXITS, Job, Node
-from farspan.launch.probe import THIS_MACHINE
+from farspan.launch.probe import LOCAL_HOST
 from farspan.launch.processes import (
     HostProcess,
     meeting_environment,
@@ -47,7 +47,7 @@ from farspan.launch.processes import (
 from farspan.launch.stop_on_stdin import follow_input
 from farspan.launch.workers import FAILURE_GRACE_S
 
-POLL_S = 0.2
+ACTOR_POLL_S = 0.2
 #: Nodes join within seconds of each other, on busy machines within tens of seconds.
 JOIN_S = 60.0
 #: A node starts a process and asks its driver within this.
@@ -92,7 +92,7 @@ class RankActor:
         with open_own(logs / f"rank-{rank}.log", "ab") as log:
             # Its input stays open: the end of it means that this actor is gone.
             self._process = HostProcess(
-                THIS_MACHINE,
+                LOCAL_HOST,
                 (int(rank),),
                 with_environment(environment, words),
                 log=log,
@@ -166,7 +166,7 @@ def nodes_of(job: Job) -> dict[str, str]:
                     f"on {shell_word(missing[0])}: ray start --address={shell_word(job.address)}"
                 ),
             )
-        time.sleep(POLL_S)
+        time.sleep(ACTOR_POLL_S)
 
 
 def run_workers(job: Job, secret: str, requests: Requests) -> list[WorkerExit]:
@@ -257,7 +257,7 @@ def watch_workers(job: Job, actors: list[Any]) -> list[WorkerExit]:
     exits = list[WorkerExit]()
     deadline = math.inf
     while running and time.monotonic() < deadline:
-        for ended in ray.wait(list(running), timeout=POLL_S)[0]:
+        for ended in ray.wait(list(running), timeout=ACTOR_POLL_S)[0]:
             rank = running.pop(ended)
             code = None
             problem = None
@@ -273,7 +273,7 @@ def watch_workers(job: Job, actors: list[Any]) -> list[WorkerExit]:
                 deadline = min(deadline, time.monotonic() + FAILURE_GRACE_S)
     for rank in running.values():
         actors[rank].signal.remote(signal.SIGKILL)
-    time.sleep(POLL_S)
+    time.sleep(ACTOR_POLL_S)
     return exits
 
 

@@ -17,7 +17,7 @@ import psutil
 
 from farspan.domain.interpreter import module_command
 from farspan.launch.stop_on_stdin import run_command
-from farspan.launch.workers import POLL_S, SAVE_TIMEOUT_S
+from farspan.launch.workers import SAVE_TIMEOUT_S, WORKER_POLL_S
 
 
 def let_workers_end() -> None:
@@ -27,7 +27,7 @@ def let_workers_end() -> None:
         family = psutil.Process().children(recursive=True)
         if not any(map(_is_worker, family)):
             break
-        time.sleep(POLL_S)
+        time.sleep(WORKER_POLL_S)
 
 
 def _is_worker(process: psutil.Process) -> bool:

@@ -27,7 +27,7 @@ from farspan.launch.processes import run_folder
 #: Events are asked for this often; a question takes a process, and over ssh a connection.
 PULL_S = 1.0
 #: A question is answered within this; files may take as long as they keep coming.
-ANSWER_S = 20.0
+RUN_ANSWER_S = 20.0
 #: Bytes of events that one question brings at most.
 MAX_EVENT_BYTES = 2**26
 #: What a worker opens of a Hugging Face folder, which may also hold the same weights in other
@@ -153,7 +153,7 @@ class RemoteRun:
         self.mirror.copy_missing()
 
     def _ask(self, text: str) -> bytes | None:
-        return ask_shell(self._host, text, ANSWER_S, MAX_EVENT_BYTES)
+        return ask_shell(self._host, text, RUN_ANSWER_S, MAX_EVENT_BYTES)
 
     def _send_files(
         self,

@@ -32,13 +32,13 @@ from farspan.launch.processes import HostProcess, with_environment, worker_envir
 #: bytes for all.
 SPARE_BYTES = 400 * 10**6
 #: A spare that is killed has ended within this.
-KILL_TIMEOUT_S = 5.0
+SPARE_KILL_TIMEOUT_S = 5.0
 #: A spare that does not answer and has not computed for this long stands still. One that still
 #: imports computes; after the second limit a fresh worker is quicker.
-SILENCE_S = 3.0
+SPARE_SILENCE_S = 3.0
 IMPORT_TIMEOUT_S = 60.0
 #: How often a spare that is asked is looked at.
-POLL_S = 0.1
+SPARE_POLL_S = 0.1
 
 
 class Seat(NamedTuple):
@@ -76,7 +76,7 @@ class SpareProcess(HostProcess):
         began = time.monotonic()
         last_active = began
         while not answer.endswith(SPARE_READY):
-            if select.select([self._answers], [], [], POLL_S)[0]:
+            if select.select([self._answers], [], [], SPARE_POLL_S)[0]:
                 piece = os.read(self._answers.fileno(), 2**12)
                 if not piece:
                     return False
@@ -86,7 +86,7 @@ class SpareProcess(HostProcess):
             if seconds != computed_s:
                 computed_s = seconds
                 last_active = now
-            if now - last_active > SILENCE_S or now - began > IMPORT_TIMEOUT_S:
+            if now - last_active > SPARE_SILENCE_S or now - began > IMPORT_TIMEOUT_S:
                 return False
         return True
 
@@ -164,4 +164,4 @@ def _kill_spares(spares: Sequence[SpareProcess]) -> None:
         spare.kill()
     for spare in spares:
         with suppress(TimeoutExpired):
-            spare.wait(KILL_TIMEOUT_S)
+            spare.wait(SPARE_KILL_TIMEOUT_S)

@@ -42,32 +42,32 @@ from farspan.launch.workers import Workers
 from farspan.semantics.identity import plan_key
 
 #: Steps before those that count: memory is taken, connections are opened, windows of TCP grow.
-WARMUP = 2
+NUM_WARMUP_STEPS = 2
 #: Steps between the outer syncs of replicas in a trial, and how many such rounds are timed after a
 #: first.
 EVERY = 4
-ROUNDS = 2
+TRIAL_ROUNDS = 2
 #: Seconds for processes to start and meet; steps get LATE times their predicted time, and FIRST_S
 #: for what the first of them open and load.
-START_S = 120.0
-LATE = 4.0
+TRIAL_START_S = 120.0
+MAX_TIME_FACTOR = 4.0
 FIRST_S = 30.0
 #: What a host lacks of the corpus is sent to it at least at this rate, bytes a second. A choice: 10
 #: Mbit/s, shared by few.
 SEND_RATE = 1e6
 #: Bytes of a parameter's weights, gradient and optimizer state, and the least rate at which they
 #: are made and moved, bytes a second.
-STATE_BYTES = 16
+BYTES_PER_PARAMETER = 16
 STATE_RATE = 2e8
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class TrialLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Steps that count, seconds from when training begins until all that runs is ended, and steps
     before those that count: one at least."""
 
     steps: int
     deadline_s: float
-    warmup: int = WARMUP
+    warmup: int = NUM_WARMUP_STEPS
 
 
 def steps_for(step_s: float, seconds: float = 5.0) -> int:
@@ -75,14 +75,14 @@ def steps_for(step_s: float, seconds: float = 5.0) -> int:
     return max(3, min(20, round(seconds / step_s)))
 
 
-def trial_limits(plan: Plan, cluster: Cluster, step_s: float, steps: int) -> Limits:
+def trial_limits(plan: Plan, cluster: Cluster, step_s: float, steps: int) -> TrialLimits:
     """Return what a trial of a plan whose step is predicted may take."""
     seconds = predicted_s(plan, cluster, step_s, steps)
-    return Limits(steps=steps, deadline_s=FIRST_S + LATE * seconds)
+    return TrialLimits(steps=steps, deadline_s=FIRST_S + MAX_TIME_FACTOR * seconds)
 
 
 def predicted_s(
-    plan: Plan, cluster: Cluster, step_s: float, steps: int, warmup: int = WARMUP
+    plan: Plan, cluster: Cluster, step_s: float, steps: int, warmup: int = NUM_WARMUP_STEPS
 ) -> float:
     """Return the seconds that the steps of a trial are predicted to take: in one, replicas
     synchronize far more often than in the run."""
@@ -97,11 +97,11 @@ def predicted_s(
 def start_s(plan: Plan, cluster: Cluster, corpus: Path) -> float:
     """Return the seconds that workers may take until they train: they start and meet, hosts that
     share no disk are sent the corpus, and state is made."""
-    state_bytes = STATE_BYTES * count_parameters(plan.model)
+    state_bytes = BYTES_PER_PARAMETER * count_parameters(plan.model)
     files = [corpus / name for name in TOKEN_FILES]
     corpus_bytes = sum(path.stat().st_size for path in files if path.exists())
     sent_bytes = len(_far_hosts(plan, cluster)) * corpus_bytes
-    return START_S + state_bytes / STATE_RATE + sent_bytes / SEND_RATE
+    return TRIAL_START_S + state_bytes / STATE_RATE + sent_bytes / SEND_RATE
 
 
 def _far_hosts(plan: Plan, cluster: Cluster) -> list[Host]:
@@ -110,7 +110,7 @@ def _far_hosts(plan: Plan, cluster: Cluster) -> list[Host]:
     return [host for host in cluster.hosts if host.name in used and host.folder is not None]
 
 
-def shorten_plan(plan: Plan, steps: int, warmup: int = WARMUP) -> Plan:
+def shorten_plan(plan: Plan, steps: int, warmup: int = NUM_WARMUP_STEPS) -> Plan:
     """Shorten the plan to `steps` timed steps: nothing is validated or saved before its end, and
     replicas synchronize often."""
     sync = plan.sync
@@ -118,7 +118,7 @@ def shorten_plan(plan: Plan, steps: int, warmup: int = WARMUP) -> Plan:
     if sync is not None:
         every = min(sync.every, EVERY)
         sync = msgspec.structs.replace(sync, every=every)
-        total = every * (1 + ROUNDS)
+        total = every * (1 + TRIAL_ROUNDS)
     train = msgspec.structs.replace(
         plan.train,
         steps=total + 1,
@@ -130,7 +130,9 @@ def shorten_plan(plan: Plan, steps: int, warmup: int = WARMUP) -> Plan:
     return msgspec.structs.replace(plan, train=train, sync=sync)
 
 
-def run_trial(plan: Plan, corpus: Path, cluster: Cluster, launcher: str, within: Limits) -> Trial:
+def run_trial(
+    plan: Plan, corpus: Path, cluster: Cluster, launcher: str, within: TrialLimits
+) -> Trial:
     """Run a plan on a prepared corpus; what it dies of is in the Trial. Raises Refusal
     (interrupted) alone."""
     short = shorten_plan(plan, within.steps, within.warmup)
@@ -179,7 +181,7 @@ def run_trial(plan: Plan, corpus: Path, cluster: Cluster, launcher: str, within:
 
 
 def step_times(
-    plan: Plan, short: Plan, ends: Sequence[float], warmup: int = WARMUP
+    plan: Plan, short: Plan, ends: Sequence[float], warmup: int = NUM_WARMUP_STEPS
 ) -> tuple[float, tuple[float, ...]]:
     """Return the seconds of a step of the plan, and all that were timed, from when each step of the
     short one ended."""
@@ -200,7 +202,12 @@ def step_times(
 
 
 def _run_steps(
-    plan: Plan, run: RunFolder, cluster: Cluster, launcher: str, within: Limits, starting_s: float
+    plan: Plan,
+    run: RunFolder,
+    cluster: Cluster,
+    launcher: str,
+    within: TrialLimits,
+    starting_s: float,
 ) -> list[float]:
     """Return when each step but the last ended: after the last one the model would be saved and
     tried. Raises Refusal."""

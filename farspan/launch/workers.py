@@ -43,7 +43,7 @@ from farspan.launch.remote_run import RemoteRun
 from farspan.launch.spares import SpareProcess, Spares
 
 #: How often the event file and the processes are looked at.
-POLL_S = 0.1
+WORKER_POLL_S = 0.1
 #: After one worker has failed the others get this long to end by themselves: they may be writing a
 #: message, and of a link that is cut one side may notice later. Rank 0 notices silence after 4.25 s
 #: and stays 1 s more to report which rank is lost (`runtime.comm.heartbeat`); the rest is for a
@@ -78,7 +78,7 @@ class Workers(ABC):
     """The workers of one plan. A launcher fills in `start`. Iterating yields their events until all
     have ended.
 
-    They are of the epoch that is `held`, without it of one of their own. Leaving the `with` block
+    They are of the epoch of `supervisor`, without it of one of their own. Leaving the `with` block
     lets what still runs save, then ends it. Raises the Refusal of the first worker that failed, and
     refuses a run whose workers still run.
     """
@@ -94,7 +94,7 @@ class Workers(ABC):
         run: RunFolder,
         cluster: Cluster,
         argument: str = "",
-        held: SupervisorState | None = None,
+        supervisor: SupervisorState | None = None,
     ) -> None:
         self.plan = plan
         self.run = run
@@ -114,7 +114,7 @@ class Workers(ABC):
         first = self.hosts[0]
         self._remote: RemoteRun | None = None
         if first.folder is not None and self.sends:
-            flaw_of = None if held is None else held.flaw_of
+            flaw_of = None if supervisor is None else supervisor.flaw_of
             there = run_folder(first, plan, run)
             self._remote = RemoteRun(first, plan, run, there, flaw_of)
         elif first.folder is not None:
@@ -128,11 +128,11 @@ class Workers(ABC):
         run.require_there()
         run.logs.mkdir(exist_ok=True)
         #: Whether the lease ends with these workers: a supervisor's stays.
-        self._ends_lease = held is None
-        if held is None:
+        self._ends_lease = supervisor is None
+        if supervisor is None:
             lease = Lease(run)
-            held = SupervisorState(lease, lease.begin(), Spares())
-        self._state = held
+            supervisor = SupervisorState(lease, lease.begin(), Spares())
+        self._state = supervisor
         for kind in RECORDS:
             for stale in run.logs.glob(f"rank-*.{kind}.json"):
                 stale.unlink()
@@ -270,7 +270,7 @@ class Workers(ABC):
             too_late = _has_passed(self._interrupted_at, SAVE_TIMEOUT_S)
             if too_late or _has_passed(self.failed_at, grace_s):
                 self._kill_workers()
-            time.sleep(POLL_S)
+            time.sleep(WORKER_POLL_S)
         self._fetch_records()
         try:
             if self._remote is not None and self.fetches:
@@ -394,7 +394,7 @@ class Workers(ABC):
             self._ask_to_end()
             deadline = time.monotonic() + SAVE_TIMEOUT_S
             while time.monotonic() < deadline and self._running():
-                time.sleep(POLL_S)
+                time.sleep(WORKER_POLL_S)
         self._kill_workers()
         # Services take what they have started with them, if they are asked.
         self._ask_to_end(services=True)

@@ -41,7 +41,7 @@ PATIENCE = 3
 FAR_TOO_FEW = 5
 #: Epochs after which a budget alone no longer prolongs a run: repeats there teach almost nothing
 #: (arXiv 2305.16264 fits a decay of 15 repeats).
-MOST_EPOCHS = 16
+MAX_USEFUL_EPOCHS = 16
 #: Tokens of a step that even the shortest run reads: fewer leave a device idle between updates. A
 #: choice, not a fit.
 FEWEST_BATCH_TOKENS = 2048
@@ -183,8 +183,8 @@ def _token_limits(
     if limits:
         return limits
     if timed:
-        origin = f"default: {MOST_EPOCHS} epochs, before the budget ends"
-        return [(MOST_EPOCHS * corpus_tokens, origin)]
+        origin = f"default: {MAX_USEFUL_EPOCHS} epochs, before the budget ends"
+        return [(MAX_USEFUL_EPOCHS * corpus_tokens, origin)]
     tokens = min(TOKENS_PER_PARAMETER * count_parameters(model), FRESH_EPOCHS * corpus_tokens)
     return [(tokens, "default: the fewer of 20 tokens a parameter and 4 epochs")]
 

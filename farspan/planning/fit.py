@@ -257,7 +257,7 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
     estimate: Estimate
 
 
-class Fit(msgspec.Struct, frozen=True, kw_only=True):
+class LargestModels(msgspec.Struct, frozen=True, kw_only=True):
     """An answer. `limits` has the best of each technique that was followed, hardest first: the
     first is the answer."""
 
@@ -281,10 +281,10 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
         return {**msgspec.to_builtins(self), "limits": limits}
 
 
-def find_hardest_rung(ground: Ground, ladder: Ladder) -> Fit | None:
+def find_hardest_rung(ground: Ground, ladder: Ladder) -> LargestModels | None:
     """Return the hardest rung that any technique fits on any part, and what is lacking on the next;
     None where the first fits nowhere."""
-    search = Search(ground, ladder)
+    search = RungSearch(ground, ladder)
     allowed = ground.allowed
     for name in allowed:
         search.follow(name, None if name in QUICK else search.hardest())
@@ -307,7 +307,7 @@ def find_hardest_rung(ground: Ground, ladder: Ladder) -> Fit | None:
     if index < ladder.length:
         next_amount = ladder.rung(index, devices).amount
         next_lacks = search.lacking(index, best)
-    return Fit(
+    return LargestModels(
         asked=ladder.asked,
         limits=tuple(order),
         next_amount=next_amount,
@@ -315,7 +315,7 @@ def find_hardest_rung(ground: Ground, ladder: Ladder) -> Fit | None:
     )
 
 
-class Search:
+class RungSearch:
     """One ladder, climbed by every technique on every part of the cluster."""
 
     def __init__(self, ground: Ground, ladder: Ladder) -> None:
@@ -426,7 +426,7 @@ class Miss(NamedTuple):
 def nearest_miss(ground: Ground, rung: Rung, name: str, part: ClusterPart) -> Miss | None:
     """Return what one technique lacks on a rung that it does not fit: its plan if every device were
     just enough larger, in proportion. None where it has no plan however large they are."""
-    search = Search(ground, scaled_ladder(rung))
+    search = RungSearch(ground, scaled_ladder(rung))
     if search.attempt(0, name, part) is None:
         return None
     # Most misses are narrow: from the real memory upwards, in growing steps.

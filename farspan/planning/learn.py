@@ -36,7 +36,7 @@ from farspan.planning.why import costs_of
 NOISE = 0.05
 DOUBT = {"device": 0.25, "link": 0.25, "parallelism": 0.2}
 #: Steps of the search, and the change of a slowdown's logarithm that slopes are taken over.
-ROUNDS = 4
+SEARCH_ROUNDS = 4
 STEP = 0.02
 
 Vector = npt.NDArray[np.float64]
@@ -115,7 +115,7 @@ def learn_slowdowns(cluster: Cluster, seen: Sequence[Observation]) -> Learned:
 
     doubt = np.array([DOUBT[part.what] for part in parts])
     x: Vector = np.zeros(len(parts))
-    for _ in range(ROUNDS):
+    for _ in range(SEARCH_ROUNDS):
         current = predict(x)
         slopes = [(predict(x + STEP * unit) - current) / STEP for unit in np.eye(len(parts))]
         # The prior as further rows: all in units of their standard deviations.

@@ -40,7 +40,7 @@ SHORTEST = 128
 MOST_SEARCHED = 16
 #: How many times each host's devices and hosts are multiplied when more devices are proposed, and
 #: how many devices that may make at most.
-TIMES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+MULTIPLES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 MOST_DEVICES = 512
 
 
@@ -142,7 +142,7 @@ def _enough_hosts(ground: Ground, model: ModelSpec) -> int | None:
     allowed = tuple(name for name in ground.allowed if name in QUICK)
     if not allowed:
         return None
-    for times in TIMES:
+    for times in MULTIPLES:
         if times * len(ground.cluster.devices) > MOST_DEVICES:
             return None
         cluster = multiply_hosts(ground.cluster, times)

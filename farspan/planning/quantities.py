@@ -24,7 +24,7 @@ Number = TypeVar("Number", int, float)
 #: The least and the most of anything, of a time, and of a model's parameters: beyond them it is a
 #: slip of the pen. What follows from them still fits 64 bits.
 ANY = ("0", "1e15")
-TIMES = ("1ms", "100y")
+TIME_BOUNDS = ("1ms", "100y")
 PARAMETERS = ("1", "100T")
 #: Names of the size dial: parameters in all, embeddings included.
 SIZES = {
@@ -84,7 +84,7 @@ def parse_positive(
 ) -> Number:
     """Read `value` by `parse`; refuse what does not parse, is not above 0, or is not `within` two
     values."""
-    least, most = TIMES if parse is parse_duration else within
+    least, most = TIME_BOUNDS if parse is parse_duration else within
     remedy = f"set {key_word(key)} to something like {example}"
     try:
         number = parse(value)

@@ -19,7 +19,7 @@ from farspan.planning.candidate import Candidate, Refused
 
 #: Less of a difference than this is none: estimates are rounded to about as much.
 ROUNDING_NOISE = 0.001
-HEADS = (
+RANKING_HEADS = (
     "#",
     "technique",
     "where",
@@ -169,12 +169,14 @@ def headline(ranking: Ranking) -> str:
 def ranking_html(ranking: Ranking) -> str:
     """Return a table of every candidate, and of the techniques that have no plan."""
     rows = [candidate_cells(ranking, place) for place in range(len(ranking.candidates))]
-    blank = [""] * (len(HEADS) - 4)
+    blank = [""] * (len(RANKING_HEADS) - 4)
     for refused in ranking.refused:
         rows.append(["", refused.technique, refused.where, *blank, refused.problem.what])
-    right = [place for place, head in enumerate(HEADS) if head not in LEFT_ALIGNED]
+    right = [place for place, head in enumerate(RANKING_HEADS) if head not in LEFT_ALIGNED]
     strong = [] if ranking.chosen is None else [ranking.chosen]
-    return html_table(HEADS, rows, caption=describe_question(ranking), right=right, strong=strong)
+    return html_table(
+        RANKING_HEADS, rows, caption=describe_question(ranking), right=right, strong=strong
+    )
 
 
 def describe_question(ranking: Ranking) -> str:

@@ -23,7 +23,7 @@ from farspan.semantics.matrices import matrices, update_flops
 MOST_UPDATE = 0.6
 
 
-class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+class TrainingRecipe(msgspec.Struct, frozen=True, kw_only=True):
     """Knobs of a training, by their names in run.yaml."""
 
     optimizer: OptimizerKind
@@ -38,7 +38,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 #: As small models are usually trained (nanoGPT, train.py, without its dropout).
-PLAIN = Recipe(
+PLAIN = TrainingRecipe(
     optimizer="adamw",
     weight_decay=0.1,
     embedding=1.0,
@@ -59,23 +59,23 @@ MUON_PARAMETERS = 2.9e6
 #: [fitted] on 2.9 M parameters (benchmarks/results/many_epochs.jsonl): of 0.1, 0.5, 1.0 and 1.5
 #: best was 0.5 at 4 epochs, 0.5 or 1.0 at 10, 1.5 at 40.
 DECAY = 0.25
-MOST_EPOCHS = 40.0
+MAX_RECIPE_EPOCHS = 40.0
 #: What a moving average of the weights reaches back, of the run. Beyond FRESH_EPOCHS it is what is
 #: validated: where the weights themselves begin to fit the text's noise, it lies up to 0.4 nats
 #: below them (the same results).
-AVERAGED = 0.03
+AVERAGING_SHARE = 0.03
 #: What a step leaves of the average at most.
 MOST_KEPT = 0.9999
 
 
-def studied_recipe(epochs: float, steps: int) -> Recipe:
+def studied_recipe(epochs: float, steps: int) -> TrainingRecipe:
     """Return what was best for a text that is read in these epochs and steps (docs/log.md)."""
-    decay = 0.1 if epochs <= 1 else round(DECAY * math.sqrt(min(epochs, MOST_EPOCHS)), 2)
+    decay = 0.1 if epochs <= 1 else round(DECAY * math.sqrt(min(epochs, MAX_RECIPE_EPOCHS)), 2)
     average = 0.0
     if epochs > FRESH_EPOCHS:
-        reach = max(1.0, AVERAGED * steps)
+        reach = max(1.0, AVERAGING_SHARE * steps)
         average = min(MOST_KEPT, round(1 - 1 / reach, 4))
-    return Recipe(
+    return TrainingRecipe(
         optimizer="auto",
         weight_decay=decay,
         embedding=3.0,

@@ -41,8 +41,8 @@ from farspan.semantics.communications import PURPOSE_NAMES
 NAMED = 0.2
 #: Of more plans, or parts that a plan leaves out, the others are counted.
 MOST_NAMES = 4
-HEADS = ("plan", "time", "compute", "exposed", "waiting", "facts")
-BEST = {
+REASON_HEADS = ("plan", "time", "compute", "exposed", "waiting", "facts")
+BEST_BY_OBJECTIVE = {
     "time": "fastest",
     "cost": "cheapest",
     "loss_per_dollar": "best in loss for a dollar",
@@ -62,7 +62,7 @@ class Reason(NamedTuple):
 
     def __str__(self) -> str:
         """Return the row as one line: `data on gat: time 29 h, compute 3.5 s; 2 a30`."""
-        cells = zip(HEADS[1:-1], self[1:-1], strict=True)
+        cells = zip(REASON_HEADS[1:-1], self[1:-1], strict=True)
         figures = ", ".join(f"{head} {cell}" for head, cell in cells if cell)
         return f"{self.plan}: {'; '.join(filter(None, (figures, self.facts)))}"
 
@@ -117,7 +117,8 @@ def describe_choice(ranking: Ranking) -> str:
     money = "" if estimate.usd is None else f", {format_spending(chosen)}"
     time = f"{time_line(chosen)}{money}{equal_loss_note(chosen)}"
     step = f"Step of {short_time(estimate.step_s)}: {', '.join(shares)}."
-    return f"{candidate_name(chosen)} ({devices}) is {BEST[ranking.objective]}: {time}. {step}"
+    best = BEST_BY_OBJECTIVE[ranking.objective]
+    return f"{candidate_name(chosen)} ({devices}) is {best}: {time}. {step}"
 
 
 def _explain_no_choice(ranking: Ranking) -> str:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-WIDTH = 560
+CHART_WIDTH = 560
 HEIGHT = 330
 LEFT_MARGIN = 58
 RIGHT_MARGIN = 14
@@ -24,7 +24,7 @@ LETTER = 6.6
 #: a pixel.
 MAX_GROUPS = 320
 #: Colours of chart.css that series, or stages, take in turn.
-TINTS = ("train", "val", "speed", "memory", "lr", "norm")
+COLOURS = ("train", "val", "speed", "memory", "lr", "norm")
 #: Nothing below it is shown on a logarithmic scale.
 MIN_LOG_VALUE = 1e-12
 
@@ -110,7 +110,7 @@ def scales(chart: Chart) -> tuple[Scale, Scale]:
         high = high + room
     first = min(chart.x.values) if chart.x.log else 0.0
     last = max(chart.x.values) or 1.0
-    x = Scale(first, last, LEFT_MARGIN, WIDTH - RIGHT_MARGIN, chart.x.log)
+    x = Scale(first, last, LEFT_MARGIN, CHART_WIDTH - RIGHT_MARGIN, chart.x.log)
     y = Scale(low, high, HEIGHT - BOTTOM_MARGIN, TOP_MARGIN, chart.scale == "log")
     return x, y
 
@@ -126,7 +126,7 @@ def caption(named: Sequence[tuple[str, str]]) -> tuple[int, list[tuple[str, str,
     row = 0
     for name, tint in named:
         wide = 17 + LETTER * len(name) + 16
-        if x + wide > WIDTH and x > LEFT_MARGIN:
+        if x + wide > CHART_WIDTH and x > LEFT_MARGIN:
             x = float(LEFT_MARGIN)
             row = row + 1
         spots.append((name, tint, x, row))

@@ -253,7 +253,7 @@ def compare_to_prediction(run: RunHistory) -> Comparison | None:
     )
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
+class ComparedRow(msgspec.Struct, frozen=True, kw_only=True):
     """One thing of every run, as text; the place of the best where they can be put in order and one
     stands out."""
 
@@ -266,9 +266,9 @@ class Versus(msgspec.Struct, frozen=True, kw_only=True):
     """The settings that differ, the number of those that do not, the results, and notes on them."""
 
     names: tuple[str, ...]
-    configuration: tuple[Line, ...]
+    configuration: tuple[ComparedRow, ...]
     same: int
-    results: tuple[Line, ...]
+    results: tuple[ComparedRow, ...]
     notes: tuple[str, ...]
 
 
@@ -281,7 +281,7 @@ def compare_runs(runs: Sequence[RunHistory]) -> Versus:
     for name in settings:
         values = tuple(settings_of.get(name, "none") for settings_of in configured)
         if len(set(values)) > 1:
-            differing.append(Line(what=name, values=values))
+            differing.append(ComparedRow(what=name, values=values))
     folders = [run.folder.resolve().name for run in runs]
     if len(set(folders)) < len(folders):
         folders = [str(run.folder) for run in runs]
@@ -289,7 +289,7 @@ def compare_runs(runs: Sequence[RunHistory]) -> Versus:
     # The results, with the best where they can be put in order.
     measured = [measure_run(run) for run in runs]
     orders, notes = _rankable_orders(runs, measured)
-    lines = [Line(what="ended", values=tuple(run.history.reason for run in runs))]
+    lines = [ComparedRow(what="ended", values=tuple(run.history.reason for run in runs))]
     lines += _step_lines(runs, ranked="step" in orders)
     for figure in FIGURES:
         figures: list[Any] = [getattr(each, figure.field, None) for each in measured]
@@ -297,12 +297,12 @@ def compare_runs(runs: Sequence[RunHistory]) -> Versus:
         best = None
         if figure.order in orders and None not in figures and len(set(figures)) > 1:
             best = figures.index(min(figures))
-        lines.append(Line(what=figure.what, values=tuple(shown), best=best))
+        lines.append(ComparedRow(what=figure.what, values=tuple(shown), best=best))
     read = []
     for each in measured:
         tokens = losses.read_on(each.val_tokens, each.val_of) if each else ""
         read.append(tokens or "?")
-    lines.append(Line(what="validation loss is", values=tuple(read)))
+    lines.append(ComparedRow(what="validation loss is", values=tuple(read)))
     known = [line for line in lines if set(line.values) != {"?"}]
     return Versus(
         names=tuple(folders),
@@ -416,7 +416,7 @@ def _rankable_orders(
     return orders, notes
 
 
-def _step_lines(runs: Sequence[RunHistory], *, ranked: bool) -> list[Line]:
+def _step_lines(runs: Sequence[RunHistory], *, ranked: bool) -> list[ComparedRow]:
     """Return the median step with its quartiles, and its ratio to the predicted one. A step is best
     only where its quartiles lie below all others'."""
     spreads = [step_spread(run) if run.history.steps else None for run in runs]
@@ -437,6 +437,6 @@ def _step_lines(runs: Sequence[RunHistory], *, ranked: bool) -> list[Line]:
         shown.append(f"{usual} ({low}-{high})")
         estimate = run.history.estimate
         ratios.append(f"{spread[0] / estimate.step_s:.2f}" if estimate else "?")
-    step = Line(what="step, middle half", values=tuple(shown), best=best)
-    ratio = Line(what="step, measured / predicted", values=tuple(ratios))
+    step = ComparedRow(what="step, middle half", values=tuple(shown), best=best)
+    ratio = ComparedRow(what="step, measured / predicted", values=tuple(ratios))
     return [step, ratio]

@@ -12,7 +12,7 @@ from farspan.report import losses
 from farspan.report.compare import FIGURES, Comparison, DeviceRow
 from farspan.report.history import COMPLETE, RunHistory
 from farspan.report.plan_picture import Mark
-from farspan.report.plan_terminal import MOST, Line, filled, legend, wrapped
+from farspan.report.plan_terminal import MAX_LANES, Line, filled, legend, wrapped
 
 #: Parts that are predicted to take less than this share of a step have no ratio.
 MIN_COMPARED_SHARE = 0.01
@@ -162,13 +162,13 @@ def draw_timeline(comparison: Comparison, width: int) -> Iterator[Line]:
         shown: list[Mark] = []
         for row in drawn:
             shown += (*row.measured, *row.predicted)
-        for label, row in zip(labels[:MOST], drawn, strict=False):
+        for label, row in zip(labels[:MAX_LANES], drawn, strict=False):
             yield [(f"{label:{column}}  ", ""), *filled(row.measured, row.stage, ends, cells)]
             if row.predicted:
                 predicted = f"{'predicted':>{column}}  "
                 yield [(predicted, "soft"), *filled(row.predicted, row.stage, ends, cells)]
-        if len(drawn) > MOST:
-            more = counted(len(drawn) - MOST, "more device")
+        if len(drawn) > MAX_LANES:
+            more = counted(len(drawn) - MAX_LANES, "more device")
             yield [(f"{more} on the page", "soft")]
         scale = short_time(ends).rjust(cells - 1)
         yield [(f"{'':{column}}  0{scale}", "soft")]

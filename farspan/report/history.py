@@ -36,7 +36,7 @@ E = TypeVar("E")
 
 #: Steps at each start that are slower than the rest (caches, compilation, connections) and left out
 #: of medians.
-WARMUP_STEPS = 5
+SLOW_START_STEPS = 5
 #: Ends (`Finished.reason`) after which nothing is left to train.
 COMPLETE = ("done", "deadline", "early-stop")
 
@@ -260,7 +260,7 @@ def _steps_of(
 ) -> dict[int, Timed]:
     """Return one start's steps by number, `before_s` seconds and `tokens` tokens into the run."""
     steps = _events_of(Step, part)
-    skipped = min(WARMUP_STEPS, len(steps) // 2)
+    skipped = min(SLOW_START_STEPS, len(steps) // 2)
     timed = {}
     for index, step in enumerate(steps):
         tokens += step.tokens

@@ -14,7 +14,7 @@ from farspan.domain.results import Environment
 from farspan.domain.run import RunFolder
 from farspan.domain.units import counted, format_bytes, format_count, format_seconds, short_time
 from farspan.report import charts, compare_text, losses, plan_terminal, text
-from farspan.report.charts import TINTS, Chart, thin
+from farspan.report.charts import COLOURS, Chart, thin
 from farspan.report.compare import Comparison
 from farspan.report.endings import ending
 from farspan.report.figures import run_charts
@@ -113,8 +113,16 @@ def template_environment(*more: Path) -> jinja2.Environment:
         zip,
     )
     jinja.globals |= {function.__name__: function for function in functions}
-    jinja.globals |= {"width": charts.WIDTH, "height": charts.HEIGHT, "left": charts.LEFT_MARGIN}
-    jinja.globals |= {"tints": TINTS, "numbered": MIN_NUMBERED_SHARE, "words": plan_terminal.WORDS}
+    jinja.globals |= {
+        "width": charts.CHART_WIDTH,
+        "height": charts.HEIGHT,
+        "left": charts.LEFT_MARGIN,
+    }
+    jinja.globals |= {
+        "tints": COLOURS,
+        "numbered": MIN_NUMBERED_SHARE,
+        "words": plan_terminal.WORDS,
+    }
     return jinja
 
 

@@ -15,12 +15,12 @@ from farspan.domain.codec import write_atomically
 from farspan.domain.units import short_time
 from farspan.report import plan_picture
 from farspan.report.page import template_environment
-from farspan.report.plan_picture import PARTS, Box, Flow, Picture, SiteView
+from farspan.report.plan_picture import MEMORY_PARTS, DeviceBox, Picture, PictureFlow, SiteView
 
 #: Colours of chart.css: what fills memory.
 FILLS = dict(
     zip(
-        PARTS,
+        MEMORY_PARTS,
         ("train", "val", "memory", "speed", "lr", "norm", "rest", "lost", "copy"),
         strict=True,
     )
@@ -56,13 +56,13 @@ class DrawnBox(msgspec.Struct, frozen=True):
     y: float
     width: float
     text: str
-    box: Box | None = None
+    box: DeviceBox | None = None
 
 
 class DrawnFlow(msgspec.Struct, frozen=True):
     """A flow at its place: in the gap below a site, or a bracket at the side from `y` to `end`."""
 
-    flow: Flow
+    flow: PictureFlow
     y: float
     end: float
     side: int
@@ -91,7 +91,7 @@ def plan_page(shown: Picture | None, text: PageText) -> str:
         "bars": plan_picture.bars,
         "short_time": short_time,
         "fills": FILLS,
-        "parts": PARTS,
+        "parts": MEMORY_PARTS,
     }
     drawing = layout(shown) if shown is not None else None
     return jinja.get_template("plan.html").render(

@@ -20,10 +20,10 @@ from farspan.estimate.traffic import Exchange, traffic
 from farspan.semantics.communications import PURPOSE_NAMES, Purpose
 
 #: What fills memory, in the order in which bars stack it.
-PARTS = tuple(Memory(**dict.fromkeys(Memory.__struct_fields__, 0.0)).shown)
+MEMORY_PARTS = tuple(Memory(**dict.fromkeys(Memory.__struct_fields__, 0.0)).shown)
 
 
-class Box(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceBox(msgspec.Struct, frozen=True, kw_only=True):
     """Neighbouring devices of a host that are alike and do alike. `stage` counts on over replicas,
     from 0."""
 
@@ -47,7 +47,7 @@ class Box(msgspec.Struct, frozen=True, kw_only=True):
 
 class HostView(msgspec.Struct, frozen=True, kw_only=True):
     name: str
-    boxes: tuple[Box, ...]
+    boxes: tuple[DeviceBox, ...]
 
 
 class SiteView(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +55,7 @@ class SiteView(msgspec.Struct, frozen=True, kw_only=True):
     hosts: tuple[HostView, ...]
 
 
-class Flow(msgspec.Struct, frozen=True, kw_only=True):
+class PictureFlow(msgspec.Struct, frozen=True, kw_only=True):
     """What crosses between two sites, or two hosts of one site, in a step, both ways together."""
 
     a: str
@@ -112,13 +112,13 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     plan: Plan
     estimate: Estimate
     sites: tuple[SiteView, ...]
-    flows: tuple[Flow, ...]
+    flows: tuple[PictureFlow, ...]
     lanes: tuple[Lane, ...]
     #: Seconds of the slowest replica's own step, without the meetings of replicas.
     own_s: float
 
     @property
-    def boxes(self) -> list[Box]:
+    def boxes(self) -> list[DeviceBox]:
         return [box for site in self.sites for host in site.hosts for box in host.boxes]
 
     @property
@@ -155,7 +155,7 @@ def _merged(lanes: list[Lane]) -> tuple[Lane, ...]:
 def _sites(plan: Plan, estimate: Estimate, costs: Costs) -> tuple[SiteView, ...]:
     """Sites in the order in which the plan comes to them."""
     boxes = sorted(_boxes(plan, estimate, costs), key=lambda pair: pair[0])
-    hosts: dict[str, list[Box]] = {}
+    hosts: dict[str, list[DeviceBox]] = {}
     for _, box in boxes:
         hosts.setdefault(box.host, []).append(box)
     sites: dict[str, list[HostView]] = {}
@@ -171,7 +171,9 @@ def _sites(plan: Plan, estimate: Estimate, costs: Costs) -> tuple[SiteView, ...]
     return tuple(SiteView(name=name, hosts=tuple(hosts)) for name, hosts in sites.items())
 
 
-def _boxes(plan: Plan, estimate: Estimate, costs: Costs) -> Iterator[tuple[tuple[int, int], Box]]:
+def _boxes(
+    plan: Plan, estimate: Estimate, costs: Costs
+) -> Iterator[tuple[tuple[int, int], DeviceBox]]:
     """(stage and rank, box) of every device."""
     stages = [stage for replica in plan.replicas for stage in replica.stages]
     ranks = sorted(rank for stage in stages for rank in stage.mesh.ranks)
@@ -182,7 +184,7 @@ def _boxes(plan: Plan, estimate: Estimate, costs: Costs) -> Iterator[tuple[tuple
                 device = costs.network.devices[rank]
                 yield (
                     (number, rank),
-                    Box(
+                    DeviceBox(
                         host=costs.network.hosts[rank],
                         kind=device.kind,
                         count=1,
@@ -195,7 +197,7 @@ def _boxes(plan: Plan, estimate: Estimate, costs: Costs) -> Iterator[tuple[tuple
                 )
 
 
-def _flows(exchanges: tuple[Exchange, ...], costs: Costs) -> tuple[Flow, ...]:
+def _flows(exchanges: tuple[Exchange, ...], costs: Costs) -> tuple[PictureFlow, ...]:
     """Flows between sites, the heaviest first, then those inside sites."""
     network = costs.network
     carried: dict[tuple[str, str, bool], dict[Purpose, float]] = {}
@@ -212,7 +214,9 @@ def _flows(exchanges: tuple[Exchange, ...], costs: Costs) -> tuple[Flow, ...]:
         wire = network.between(*ends[key], "activations" not in sums, costs.engine.streams)
         rtt = network.link(*ends[key]).rtt_s
         flows.append(
-            Flow(a=key[0], b=key[1], between_sites=key[2], bytes=sums, rtt_s=rtt, rate=wire.rate)
+            PictureFlow(
+                a=key[0], b=key[1], between_sites=key[2], bytes=sums, rtt_s=rtt, rate=wire.rate
+            )
         )
     return tuple(sorted(flows, key=lambda flow: (not flow.between_sites, -flow.total)))
 
@@ -293,7 +297,7 @@ def _where(replica: Replica, index: int, costs: Costs) -> str:
     return f"{len(ranks)} devices in {counted(len({host for _, host in pairs}), 'host')}"
 
 
-def stage_line(shown: Picture, box: Box) -> str:
+def stage_line(shown: Picture, box: DeviceBox) -> str:
     """`stage 2: blocks 13-24`, of a box."""
     return part_words(shown.plan, box.stage)
 
@@ -331,14 +335,14 @@ def format_slowdowns(shown: Picture) -> str:
     )
 
 
-def rows_line(box: Box) -> str:
+def rows_line(box: DeviceBox) -> str:
     """`8 rows each`."""
     return f"{box.rows} row{'s' * (box.rows != 1)}{' each' * (box.count > 1)}"
 
 
-def bars(shown: Picture) -> list[tuple[str, Box]]:
+def bars(shown: Picture) -> list[tuple[str, DeviceBox]]:
     """(label, box) for every distinct device: kind, what fills it and how much."""
-    groups: dict[tuple[object, ...], list[Box]] = {}
+    groups: dict[tuple[object, ...], list[DeviceBox]] = {}
     for box in shown.boxes:
         parts = tuple(round(size, -6) for size in box.memory.shown.values())
         groups.setdefault((box.kind, box.capacity, parts), []).append(box)

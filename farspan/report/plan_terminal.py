@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from farspan.domain.units import counted, format_bytes, short_time
 from farspan.report.plan_picture import (
-    PARTS,
+    MEMORY_PARTS,
     Mark,
     Picture,
     bars,
@@ -19,7 +19,7 @@ from farspan.report.plan_picture import (
 
 Line = list[tuple[str, str]]
 #: Stages take these tints in turn.
-TINTS = 6
+NUM_TINTS = 6
 GLYPHS = {
     "forward": "▒",
     "backward": "█",
@@ -33,9 +33,9 @@ GLYPHS = {
 WORDS = {"send": "sending", "sums": "communication", "receive": "waiting for a message"}
 #: Of every other microbatch, so that neighbours can be told apart.
 OTHERS = {"forward": "░", "backward": "▓"}
-BAR = dict(zip(PARTS, "WGOALBFUS", strict=True))
+BAR = dict(zip(MEMORY_PARTS, "WGOALBFUS", strict=True))
 #: Lanes and bars beyond so many are left to the page.
-MOST = 24
+MAX_LANES = 24
 
 
 def show(shown: Picture, width: int) -> Iterator[Line]:
@@ -66,7 +66,7 @@ def cluster(shown: Picture, width: int) -> Iterator[Line]:
             yield [(label, "strong")]
             for box in host.boxes:
                 memory = f"{format_bytes(box.memory.total)} of {format_bytes(box.capacity)}"
-                line: Line = [("  ■ ", str(box.stage % TINTS)), (f"{box.name:{size}}  ", "")]
+                line: Line = [("  ■ ", str(box.stage % NUM_TINTS)), (f"{box.name:{size}}  ", "")]
                 line.append((f"{stage_line(shown, box)} · {rows_line(box)}", ""))
                 if sum(len(text) for text, _ in line) + len(memory) + 3 > width:
                     yield line
@@ -102,14 +102,17 @@ def timeline(shown: Picture, width: int) -> Iterator[Line]:
     """Yield a lane a stage: each cell shows what fills most of it."""
     name = max(len(lane_name(shown, lane)) for lane in shown.lanes)
     cells = width - name - 2
-    for lane in shown.lanes[:MOST]:
+    for lane in shown.lanes[:MAX_LANES]:
         yield [
             (f"{lane_name(shown, lane):{name}}  ", ""),
             *filled(lane.marks, lane.stage, shown.ends, cells),
         ]
-    if len(shown.lanes) > MOST:
+    if len(shown.lanes) > MAX_LANES:
         yield [
-            (f"{counted(len(shown.lanes) - MOST, 'more lane')} on the page: --html FILE", "soft")
+            (
+                f"{counted(len(shown.lanes) - MAX_LANES, 'more lane')} on the page: --html FILE",
+                "soft",
+            )
         ]
     end = short_time(shown.ends)
     yield [(" " * (name + 2) + "0" + end.rjust(cells - 1), "soft")]
@@ -146,7 +149,7 @@ def filled(marks: Sequence[Mark], stage: int, ends: float, count: int) -> Line:
         if most < size - sum(cell.values()):
             kind = ""
         glyph = OTHERS[kind] if kind in OTHERS and not odd else GLYPHS[kind]
-        tint = str(stage % TINTS) if kind in OTHERS else "soft"
+        tint = str(stage % NUM_TINTS) if kind in OTHERS else "soft"
         if pieces and pieces[-1][1] == tint:
             pieces[-1] = (pieces[-1][0] + glyph, tint)
         else:
@@ -161,7 +164,7 @@ def memory(shown: Picture, width: int) -> Iterator[Line]:
     labelled = bars(shown)
     name = max(len(label) for label, _ in labelled)
     cells = width - name - 22
-    for label, box in labelled[:MOST]:
+    for label, box in labelled[:MAX_LANES]:
         bar, at = "", 0.0
         for part, size in box.memory.shown.items():
             at += size
@@ -170,14 +173,16 @@ def memory(shown: Picture, width: int) -> Iterator[Line]:
         used = f"{format_bytes(box.memory.total):>8} of {format_bytes(box.capacity)}"
         yield [
             (f"{label:{name}} ", ""),
-            (bar[:edge], str(box.stage % TINTS)),
+            (bar[:edge], str(box.stage % NUM_TINTS)),
             (bar[edge:], "bad"),
             ("·" * max(0, edge - len(bar)), "soft"),
             (" " * (cells - max(edge, len(bar)) + 1), ""),
             (used, "" if box.fits else "bad"),
         ]
-    if len(labelled) > MOST:
-        yield [(f"{counted(len(labelled) - MOST, 'more bar')} on the page: --html FILE", "soft")]
+    if len(labelled) > MAX_LANES:
+        yield [
+            (f"{counted(len(labelled) - MAX_LANES, 'more bar')} on the page: --html FILE", "soft")
+        ]
     yield from wrapped(
         "  ".join(f"{letter} {part}" for part, letter in BAR.items()) + "  · free", width
     )

@@ -11,7 +11,7 @@ from farspan.report.history import RunHistory
 from farspan.report.plan_picture import Mark
 
 #: What a span of a kind is counted as: the three parts of an Estimate's step.
-PARTS = {
+SPAN_PARTS = {
     **dict.fromkeys(COMPUTE_SPANS, "compute"),
     "collective": "communication",
     "receive": "waiting",
@@ -58,7 +58,7 @@ class Traces:
         traced, timing = self.of(rank, step)
         seconds = dict.fromkeys(("compute", "communication", "waiting"), 0.0)
         for span in traced.spans:
-            seconds[PARTS[span.kind]] += span.end - span.start
+            seconds[SPAN_PARTS[span.kind]] += span.end - span.start
         seconds["rest"] = max(0.0, timing.step_s - sum(seconds.values()))
         return seconds
 

@@ -41,16 +41,16 @@ from farspan.retrieval.evaluate import Evaluation
 from farspan.retrieval.fitting import Task, fit_corpus
 from farspan.retrieval.index import (
     FITTED,
+    INDEX_MANIFEST,
     LEXICAL,
-    MANIFEST,
-    OWN,
+    OWN_VECTORS,
     PASSAGES,
     SEAL,
-    Fit,
     Index,
+    IndexFit,
     IndexManifest,
+    IndexRecipe,
     Origin,
-    Recipe,
     Table,
     VectorSet,
     field,
@@ -103,7 +103,7 @@ class Embedded:
     vectors: Callable[[Ids], Vectors]
     dim: int
     fitted: npt.NDArray[np.bool_]
-    fit: Fit
+    fit: IndexFit
     evaluation: Evaluation | None
 
 
@@ -128,7 +128,7 @@ def build(task: Task) -> IndexManifest:
         if manifest.source != task.source:
             # Files were touched, and their content is the same.
             manifest = msgspec.structs.replace(manifest, source=task.source)
-            save(manifest, path / MANIFEST)
+            save(manifest, path / INDEX_MANIFEST)
         _seal_servers(path, manifest)
         task.write_line(f"index {path} is up to date")
         return manifest
@@ -139,13 +139,13 @@ def build(task: Task) -> IndexManifest:
         before = _load_manifest(path)
         cache = building / _cache_name(task)
         _remove_others(building, {"lock", cache.name, _TABLES_FILE}, building)
-        _remove_others(path, {MANIFEST, before.files if before else ""}, building)
+        _remove_others(path, {INDEX_MANIFEST, before.files if before else ""}, building)
         if manifest is None:
             cache.mkdir(exist_ok=True)
             task.work.folder = cache
             manifest = _write_index(task, building, documents, corpus, before)
-            save(manifest, path / MANIFEST)
-            _remove_others(path, {MANIFEST, manifest.files}, building)
+            save(manifest, path / INDEX_MANIFEST)
+            _remove_others(path, {INDEX_MANIFEST, manifest.files}, building)
         _drop_old_vectors(path, building, manifest, task.write_line)
         shutil.rmtree(building, ignore_errors=True)
     return manifest
@@ -174,7 +174,7 @@ def _fit_id(task: Task, corpus: str) -> str:
 def _load_manifest(path: Path) -> IndexManifest | None:
     """Return the manifest at `path`; None also where it has another version, or is damaged."""
     with suppress(Refusal):
-        return load(path / MANIFEST, IndexManifest)
+        return load(path / INDEX_MANIFEST, IndexManifest)
     return None
 
 
@@ -260,7 +260,7 @@ def _write_index(
 
 
 def _manifest_of(
-    task: Task, chunked: Chunked, embedded: Embedded, recipe: Recipe, corpus: str
+    task: Task, chunked: Chunked, embedded: Embedded, recipe: IndexRecipe, corpus: str
 ) -> IndexManifest:
     _, location = stores.resolve(recipe.store)
     table = ""
@@ -269,7 +269,7 @@ def _manifest_of(
         table = f"farspan_{place}"
     dim = embedded.dim
     fit = embedded.fit
-    sets = {OWN: VectorSet(encoder=OWN, dim=dim, store=recipe.store, table=table)}
+    sets = {OWN_VECTORS: VectorSet(encoder=OWN_VECTORS, dim=dim, store=recipe.store, table=table)}
     origin = task.origin
     evaluation = embedded.evaluation
     fitted_chunks = int(embedded.fitted.sum())
@@ -413,7 +413,7 @@ def _fit_and_embed(task: Task, chunked: Chunked, corpus: str) -> Embedded:
         f"embedding {counted(num_chunks, 'chunk')} of {counted(num_documents, 'document')}"
     )
     embedder, vectors_NE, evaluation = fit_corpus(task, chunked.chunks)
-    fit = Fit(
+    fit = IndexFit(
         id=_fit_id(task, corpus),
         documents=num_documents,
         chunks=num_chunks,
@@ -512,9 +512,9 @@ def _delete_others(store: Store, stored_ids: Ids, ids_N: Ids) -> None:
 
 
 def _open_new_store(path: Path, manifest: IndexManifest, old: Index | None) -> Store:
-    own = manifest.sets[OWN]
+    own = manifest.sets[OWN_VECTORS]
     place = manifest.place(path)
-    if old is not None and not own.table and old.manifest.sets[OWN] == own:
+    if old is not None and not own.table and old.manifest.sets[OWN_VECTORS] == own:
         old_place = old.manifest.place(path)
         shutil.copytree(old_place.folder, place.folder)
         return own.module.open(place)
@@ -557,7 +557,7 @@ def _drop_old_vectors(
 
     A server that does not answer is reported, and does not fail the build.
     """
-    used = manifest.sets[OWN]
+    used = manifest.sets[OWN_VECTORS]
     for recorded in _recorded_tables(building):
         try:
             if recorded.table != used.table:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 #: The most frequent tokens count, so that M fits into memory: 256 MiB.
-MOST = 8192
+MAX_FREQUENT_TOKENS = 8192
 #: Passages that a token must be in.
 _LEAST = 2
 #: Of subspace iteration, which finds the leading directions of a symmetric matrix (Halko et al.,
@@ -36,7 +36,7 @@ def token_vectors(bags: Sequence[Sequence[int]], vocab_size: int, size: int, see
     vectors_VE = torch.zeros(vocab_size, size)
     tokens = torch.tensor(list(itertools.chain.from_iterable(bags)), dtype=torch.long)
     counts_V = torch.bincount(tokens, minlength=vocab_size)
-    frequent_T = counts_V.argsort(descending=True, stable=True)[:MOST]
+    frequent_T = counts_V.argsort(descending=True, stable=True)[:MAX_FREQUENT_TOKENS]
     frequent_T = frequent_T[counts_V[frequent_T] >= _LEAST]
     if not len(frequent_T):
         return vectors_VE

@@ -34,7 +34,7 @@ from farspan.retrieval.queries import Kind, Queries, Query
 from farspan.retrieval.rank import SYSTEM_NAMES, Nearest, fuse, vector_scores
 from farspan.retrieval.stores import Scores, Vectors
 
-WEIGHTS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0)
+FUSION_WEIGHTS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0)
 #: Values of BM25 that are tried, k1 first.
 K1S = (0.6, 0.9, 1.2, 1.5, 2.0)
 BS = (0.3, 0.5, 0.75, 0.9)
@@ -112,7 +112,7 @@ class ModelVectors(msgspec.Struct, frozen=True):
     tuning: Vectors
 
 
-class Choice(msgspec.Struct, frozen=True):
+class ChosenSettings(msgspec.Struct, frozen=True):
     """The settings chosen on tuning queries."""
 
     lexical: Lexical
@@ -197,14 +197,14 @@ def choose_settings(
     tuning: Sequence[Query],
     side: ModelVectors,
     seed: int,
-) -> Choice:
+) -> ChosenSettings:
     """Choose BM25's k1 and b, the fusion weight and the default system.
 
     The default is BM25, unless the interval of hybrid search's gain is above 0 and no kind of query
     loses.
     """
     if not tuning:
-        return Choice(Lexical.build(bodies), K1, B, 1.0, "bm25", None)
+        return ChosenSettings(Lexical.build(bodies), K1, B, 1.0, "bm25", None)
     numbered = Numbered(bodies)
     kinds = [query.kind for query in tuning]
     balance_Q = _balance_kinds(kinds)
@@ -230,8 +230,8 @@ def choose_settings(
 
     # Gain of hybrid search in nDCG@10 by fusion weight and query.
     bm25_Q = measure_ndcg(bm25_QN)
-    gain_WQ = np.empty((len(WEIGHTS), len(tuning)))
-    for row, weight in enumerate(WEIGHTS):
+    gain_WQ = np.empty((len(FUSION_WEIGHTS), len(tuning)))
+    for row, weight in enumerate(FUSION_WEIGHTS):
         fused_QN = map(fuse, bm25_QN, vector_QN, repeat(weight))
         gain_WQ[row] = measure_ndcg(fused_QN) - bm25_Q
 
@@ -245,11 +245,11 @@ def choose_settings(
     kind_Q = np.array(kinds)
     any_kind_loses = any(gain_Q[kind_Q == kind].mean() < 0 for kind in set(kinds))
     is_better = gain.interval[0] > 0 and not any_kind_loses
-    return Choice(
+    return ChosenSettings(
         lexical=Lexical.build(numbered, k1, b),
         k1=k1,
         b=b,
-        weight=WEIGHTS[best],
+        weight=FUSION_WEIGHTS[best],
         default="fused" if is_better else "bm25",
         gain=gain,
     )

@@ -32,14 +32,14 @@ from farspan.retrieval.lexical import Lexical
 from farspan.retrieval.passages import Damaged, IndexedDocument, Passages
 from farspan.retrieval.stores import Store, StoreLocation, StoreModule, Vectors
 
-MANIFEST = "index.json"
+INDEX_MANIFEST = "index.json"
 PASSAGES = "passages"
 LEXICAL = "bm25"
 FITTED = "fitted.safetensors"
-STORE = "store"
+STORE_FOLDER = "store"
 SEAL = "seal"
 #: The set of vectors that the run's own model makes, under the index's fit.
-OWN = "own"
+OWN_VECTORS = "own"
 #: A new fit is due when so many of the chunks, or of those that the fit was made to, are not of
 #: both.
 DRIFT = 0.2
@@ -64,7 +64,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tokenizer: str
 
 
-class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class IndexRecipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How an index is made. `seed` is the untrained model's, the choice of queries' and the
     bootstrap's."""
 
@@ -81,7 +81,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     version: int = 8
 
 
-class Fit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class IndexFit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What vectors were fitted to, and the evaluation was made over: documents, and their chunks.
     `k1` and `b` are what BM25 was found best with."""
 
@@ -135,7 +135,7 @@ class IndexManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     to be found by."""
 
     origin: Origin
-    recipe: Recipe
+    recipe: IndexRecipe
     #: Hash of the documents, and the fingerprint of the source that they were read from; empty
     #: where it was not there.
     corpus: str
@@ -152,7 +152,7 @@ class IndexManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     dim: int
     metric: Literal["cosine"] = "cosine"
     table: Table
-    fit: Fit
+    fit: IndexFit
     #: Chunks of today that the fit was made to.
     fitted_chunks: int
     #: What a search can be narrowed by.
@@ -162,8 +162,8 @@ class IndexManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     files: ContentHash
 
     def __post_init__(self) -> None:
-        if OWN not in self.sets:
-            raise ValueError(f"there is no set of vectors {OWN!r}")
+        if OWN_VECTORS not in self.sets:
+            raise ValueError(f"there is no set of vectors {OWN_VECTORS!r}")
 
     @property
     def fit_is_due(self) -> bool:
@@ -182,9 +182,9 @@ class IndexManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         stores = {vectors.store for vectors in self.sets.values() if vectors.table}
         return " ".join(sorted(stores))
 
-    def place(self, path: Path, name: str = OWN) -> StoreLocation:
+    def place(self, path: Path, name: str = OWN_VECTORS) -> StoreLocation:
         """Where a set of vectors of the index at `path` lies."""
-        return self.sets[name].place(path / self.files / STORE / name)
+        return self.sets[name].place(path / self.files / STORE_FOLDER / name)
 
 
 class QueryEmbedder(Protocol):
@@ -285,7 +285,7 @@ class Index:
     @property
     def store(self) -> Store:
         """The store of the vectors that searches ask."""
-        return self.stores[OWN]
+        return self.stores[OWN_VECTORS]
 
     def vectors(self, rows: npt.NDArray[np.integer[Any]]) -> Vectors:
         """Return the vectors (N, E) of passages."""
@@ -334,21 +334,21 @@ def passages_of(path: Path, manifest: IndexManifest) -> Passages:
 def read_manifest(path: Path, remedy: str) -> IndexManifest:
     """Read the manifest of the index at `path`; refuse where there is none, and one of an earlier
     version. `remedy` would make it."""
-    if not (path / MANIFEST).exists():
+    if not (path / INDEX_MANIFEST).exists():
         raise Refusal(
             "no-index",
             what="there is no index to search",
             where=path,
-            fact=f"{MANIFEST} is missing",
+            fact=f"{INDEX_MANIFEST} is missing",
             remedy=remedy,
         )
     try:
-        return load(path / MANIFEST, IndexManifest)
+        return load(path / INDEX_MANIFEST, IndexManifest)
     except Refusal as refusal:
         raise Refusal(
             "no-index",
             what="the index is damaged, or of another version of farspan",
-            where=path / MANIFEST,
+            where=path / INDEX_MANIFEST,
             fact=refusal.problem.fact,
             remedy=remedy,
         ) from None

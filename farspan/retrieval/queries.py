@@ -72,28 +72,28 @@ def body_of(document: Document) -> str:
     return without_questions(document.text[start:], start, question_lines(document))
 
 
-def passage_of(chunk: Chunk, questions: Sequence[Line]) -> str:
+def passage_of(chunk: Chunk, questions: Sequence[TextLine]) -> str:
     """Return the embedded text of a chunk, without questions of its document."""
     prefix_length = len(chunk.indexed) - len(chunk.text)
     return without_questions(chunk.indexed, chunk.start - prefix_length, questions)
 
 
-class Line(NamedTuple):
+class TextLine(NamedTuple):
     """A line's span of characters in its document's text."""
 
     start: int
     end: int
 
 
-def question_lines(document: Document) -> list[Line]:
+def question_lines(document: Document) -> list[TextLine]:
     """Return the lines of headings that are questions, in order."""
-    lines: list[Line] = []
+    lines: list[TextLine] = []
     for heading in _question_headings(document):
         # A title may span several lines.
         end = document.text.find("\n", heading.start + len(heading.title))
         if end < 0:
             end = len(document.text)
-        lines.append(Line(heading.start, end))
+        lines.append(TextLine(heading.start, end))
     return lines
 
 
@@ -104,7 +104,7 @@ def _question_headings(document: Document) -> list[Heading]:
     return [heading for heading in headings if _is_question(heading.title)]
 
 
-def without_questions(text: str, start: int, questions: Sequence[Line]) -> str:
+def without_questions(text: str, start: int, questions: Sequence[TextLine]) -> str:
     """Return the text with its questions blanked out; other characters keep their offsets.
 
     The text begins at character `start` of its document.

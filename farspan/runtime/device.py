@@ -20,7 +20,7 @@ from farspan._version import __version__
 from farspan.domain.caps import read_caps
 from farspan.domain.cluster import (
     GIVEN_GPU_VARIABLE,
-    READY,
+    READY_VARIABLE,
     Cluster,
     DataSheet,
     Device,
@@ -124,7 +124,7 @@ def installed_torch() -> Wheel:
     )
 
 
-def apply_lab_limits(variable: str = READY) -> None:
+def apply_lab_limits(variable: str = READY_VARIABLE) -> None:
     """Let an emulated device be as slow as it is meant to be, now that its worker has started; or
     with TAKEN be this process's, which was a spare."""
     for line in os.environ.pop(variable, "").splitlines():

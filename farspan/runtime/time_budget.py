@@ -23,7 +23,7 @@ OUTLIER = 3.0
 #: A new number of steps stands until the run would end by this share of the deadline earlier or
 #: later. In the last LATE of the deadline the number follows each step.
 CALM = 0.02
-LATE = 0.1
+LATE_SHARE = 0.1
 #: Another number of steps is reported once a pace was kept for the first share of the deadline, and
 #: differs by the second.
 RELIABLE = 0.1
@@ -39,13 +39,13 @@ NOTHING = 1e-3
 DISK_BYTES_PER_S = 2e8
 FORWARD = 0.5
 #: The best weights are a third of a checkpoint.
-BEST = 1 / 3
+BEST_WEIGHTS_SHARE = 1 / 3
 #: Tokens that sample text takes the time of: two texts of 80 tokens, each a pass over about 50 in a
 #: batch of one.
 SAMPLED_TOKENS = 8_000
 #: Of the time that is left the last validation takes this share at a time, so that a slower pace is
 #: noticed in time.
-CHUNK = 0.4
+VALIDATION_CHUNK = 0.4
 
 
 class BudgetState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -190,12 +190,12 @@ class TimeBudget:
         self._share_at = step
         return self.state.share
 
-    def more_windows(self, window_tokens: int, least: int, left: int) -> int:
-        """On rank 0, return how many of the `left` windows the last validation reads next: `least`
-        at once, or 0 to end it. Means of a time when the machine was slower would end it too early,
+    def more_windows(self, window_tokens: int, least: int, unread: int) -> int:
+        """On rank 0, return how many of `unread` windows the last validation reads next: `least` at
+        once, or 0 to end it. Means of a time when the machine was slower would end it too early,
         and so would one slow measurement: the less of both counts."""
         if not self._limited:
-            return left
+            return unread
         token_s = self._token_s
         save_s = self._save_s
         if self._newest_token_s is not None:
@@ -207,9 +207,9 @@ class TimeBudget:
         if left_s < least * each_s or left_s <= 0:
             return 0
         if each_s == 0:
-            return left
-        chunk = int(CHUNK * left_s / each_s)
-        return min(left, max(least, chunk))
+            return unread
+        chunk = int(VALIDATION_CHUNK * left_s / each_s)
+        return min(unread, max(least, chunk))
 
     # -- what follows from the measurements
     #   --------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ class TimeBudget:
     def _closing_s(self, token_s: float, save_s: float) -> float:
         """Seconds after the last validation: best weights, and sample text."""
         samples_s = min(SAMPLED_TOKENS * token_s, SAMPLES * self._deadline_s)
-        return BEST * save_s + samples_s
+        return BEST_WEIGHTS_SHARE * save_s + samples_s
 
     def _used_share(self, elapsed_s: float) -> float:
         """Return the share of the time for steps that is used: 0 after the first step, 1 at the
@@ -272,7 +272,7 @@ class TimeBudget:
         fitting = self._limit
         if (self._limit - step) * each_s > left_s:
             fitting = step + int(left_s / each_s + NOTHING)
-        late = min(left_s, (steps - step) * each_s) < LATE * self._deadline_s
+        late = min(left_s, (steps - step) * each_s) < LATE_SHARE * self._deadline_s
         shift_s = abs(fitting - steps) * each_s
         return fitting if late or shift_s > CALM * self._deadline_s else steps
 

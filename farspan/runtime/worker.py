@@ -52,7 +52,7 @@ from farspan.domain.train import TrainSpec
 from farspan.domain.units import counted, format_bytes
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.layout import Corrupt
-from farspan.runtime.comm.collective import START_S, Group, connect_workers
+from farspan.runtime.comm.collective import WORKER_START_S, Group, connect_workers
 from farspan.runtime.comm.heartbeat import SILENCE_S, How
 from farspan.runtime.comm.notices import Notices, run_secret
 from farspan.runtime.comm.ship import share_files
@@ -448,7 +448,7 @@ def check_version(notices: Notices, rank: int) -> None:
     if rank == 0:
         notices.send_to_all("farspan/version", ours)
         return
-    (answer,) = notices.wait(["farspan/version"], START_S)
+    (answer,) = notices.wait(["farspan/version"], WORKER_START_S)
     theirs = answer.decode()
     if theirs != ours:
         raise Refusal(

@@ -74,7 +74,7 @@ class Communication(NamedTuple):
     inside: float = 0.0
 
 
-class Flow(NamedTuple):
+class WireFlow(NamedTuple):
     """Bytes that one rank sends to another."""
 
     source: int
@@ -337,8 +337,8 @@ class Sends(NamedTuple):
     """What goes from one stage to another: each byte once over a long line, then inside the sites
     that it came to."""
 
-    across: tuple[Flow, ...]
-    inside: tuple[Flow, ...]
+    across: tuple[WireFlow, ...]
+    inside: tuple[WireFlow, ...]
 
 
 def stage_sends(
@@ -376,13 +376,13 @@ def _sends(
     return Sends(_sized(across, each), _sized(inside, plain))
 
 
-def _sized(sends: Iterable[Send], each: float) -> tuple[Flow, ...]:
+def _sized(sends: Iterable[Send], each: float) -> tuple[WireFlow, ...]:
     """With the bytes of all that goes between the same two ranks."""
     sizes: dict[tuple[int, int], float] = {}
     for send in sends:
         pair = send.source, send.target
         sizes[pair] = sizes.get(pair, 0.0) + each * (send.stop - send.start)
-    return tuple(Flow(*pair, size) for pair, size in sizes.items())
+    return tuple(WireFlow(*pair, size) for pair, size in sizes.items())
 
 
 # -- replicas
@@ -404,7 +404,7 @@ def meeting(plan: Plan, parameters: float, engine: Engine) -> Communication | No
 #   ------------------------------------------------------------------------------------------------
 
 
-def flows(series: Communication, at: Place) -> Iterator[Flow]:
+def flows(series: Communication, at: Place) -> Iterator[WireFlow]:
     """Every pair of ranks that send each other something, with the bytes of a whole step."""
     for group in series.groups:
         if series.way == "straight":
@@ -427,12 +427,12 @@ def ring_share(kind: Kind, ranks: int) -> float:
     return ring_steps(kind, ranks) / ranks / (ranks if kind == "all_to_all" else 1)
 
 
-def _ring(group: Sequence[int], each: float) -> Iterator[Flow]:
+def _ring(group: Sequence[int], each: float) -> Iterator[WireFlow]:
     if len(group) > 1:
         for source, target in zip(group, (*group[1:], group[0]), strict=True):
-            yield Flow(source, target, each)
+            yield WireFlow(source, target, each)
 
 
-def _straight(group: Sequence[int], part: float) -> Iterator[Flow]:
+def _straight(group: Sequence[int], part: float) -> Iterator[WireFlow]:
     for source, target in itertools.permutations(group, 2):
-        yield Flow(source, target, part)
+        yield WireFlow(source, target, part)

@@ -88,7 +88,7 @@ def work_share(split: str, ways: int) -> float:
     return 1 / ways if split else 1.0
 
 
-class Division(NamedTuple):
+class OperatorDivision(NamedTuple):
     """Shares of an operator that one device of a tensor axis computes, reads, writes and holds.
 
     A dim that is split divides what has it, and nothing else: a column split reads all of its
@@ -103,14 +103,14 @@ class Division(NamedTuple):
     residual: float = 1.0
 
 
-WHOLE = Division()
+UNDIVIDED = OperatorDivision()
 
 
-def divided(op: Operator, split: str, ways: int, residual: str = COPY) -> Division:
+def divided(op: Operator, split: str, ways: int, residual: str = COPY) -> OperatorDivision:
     """Return what one device of `ways` does of an operator that is split over a dim, where the
     residual stream is split over `residual`."""
     plan, each = strategy(op, split), 1 / ways
-    return Division(
+    return OperatorDivision(
         arithmetic=work_share(split, ways),
         read=1.0 if plan.reads == COPY else each,
         written=1.0 if plan.writes in (COPY, PARTIAL) else each,

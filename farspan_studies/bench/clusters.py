@@ -13,7 +13,7 @@ import msgspec
 
 from farspan.app import clusters
 from farspan.domain.cluster import Cluster, Device, Host
-from farspan.launch.clusters import HERE
+from farspan.launch.clusters import THIS_MACHINE
 from farspan.semantics.identity import cluster_hash
 from farspan_studies.bench.matrix import Matrix
 
@@ -38,7 +38,7 @@ def clusters_of(matrix: Matrix, labels: Iterable[str]) -> Iterator[There]:
 def cluster_of(matrix: Matrix, label: str) -> Iterator[Cluster]:
     """Return a cluster of the matrix, its lab up for as long as the `with` lasts."""
     entry = matrix.clusters[label]
-    if entry == HERE:
+    if entry == THIS_MACHINE:
         from farspan.launch.probe import Probe, check_gpus
 
         check_gpus("auto")

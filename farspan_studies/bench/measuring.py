@@ -30,7 +30,7 @@ from farspan.domain.problems import Problem, Refusal
 from farspan.domain.run import cache_folder, source_commit
 from farspan.domain.units import format_seconds, parse_count, parse_duration, short_time
 from farspan.launch.lock import lock_file
-from farspan.launch.trial import WARMUP, Limits, predicted_s, run_trial
+from farspan.launch.trial import NUM_WARMUP_STEPS, TrialLimits, predicted_s, run_trial
 from farspan.planning.model_speed import hourly_price
 from farspan.planning.quantities import parse_positive
 from farspan.semantics.identity import lasting
@@ -316,7 +316,7 @@ def measured(matrix: Matrix, todo: Todo) -> tuple[Row, Plan | None]:
         ), None
     deadline_s = parse_positive(parse_duration, matrix.deadline, "deadline", "5m", MATRIX)
     warmup, steps = steps_of(matrix, priced.estimate.step_s)
-    within = Limits(steps=steps, deadline_s=deadline_s, warmup=warmup)
+    within = TrialLimits(steps=steps, deadline_s=deadline_s, warmup=warmup)
     try:
         result = run_trial(priced.made, todo.corpus, priced.cluster, todo.launcher, within)
     except OSError as error:  # As of a full disk: other cells may be measured.
@@ -362,7 +362,7 @@ def reprice(results: Results, every: Sequence[Todo]) -> None:
 def steps_of(matrix: Matrix, step_s: float) -> tuple[int, int]:
     """How many steps of a cell warm it up, and how many are timed."""
     steps = max(1, round(LONGEST_S / step_s))
-    return min(WARMUP, steps), min(matrix.steps, steps)
+    return min(NUM_WARMUP_STEPS, steps), min(matrix.steps, steps)
 
 
 def row_of(matrix: Matrix, todo: Todo, at: str, *, status: Status, cause: str) -> Row:

@@ -11,13 +11,13 @@ import msgspec
 
 from farspan.report.charts import (
     BOTTOM_MARGIN,
+    CHART_WIDTH,
+    COLOURS,
     HEIGHT,
     LEFT_MARGIN,
     LETTER,
     RIGHT_MARGIN,
-    TINTS,
     TOP_MARGIN,
-    WIDTH,
     Scale,
     label,
     quote_csv_cell,
@@ -29,7 +29,7 @@ GAP = 0.22
 
 def tint(index: int) -> str:
     """Return the colour of a series, and its pale one once all are taken."""
-    return TINTS[index % len(TINTS)] + (" pale" if index >= len(TINTS) else "")
+    return COLOURS[index % len(COLOURS)] + (" pale" if index >= len(COLOURS) else "")
 
 
 def tinted(names: Iterable[str]) -> list[tuple[str, str]]:
@@ -113,7 +113,7 @@ def bar_scale(chart: Bars) -> Scale:
 
 def places(chart: Bars) -> list[list[tuple[float, float]]]:
     """Left edge and width of every bar, by group and series."""
-    width = (WIDTH - LEFT_MARGIN - RIGHT_MARGIN) / max(1, len(chart.groups))
+    width = (CHART_WIDTH - LEFT_MARGIN - RIGHT_MARGIN) / max(1, len(chart.groups))
     each = width * (1 - GAP) / max(1, len(chart.series))
     return [
         [
@@ -127,7 +127,7 @@ def places(chart: Bars) -> list[list[tuple[float, float]]]:
 def lines(group: str, chart: Bars) -> list[str]:
     """Return a group's name below its bars: a line a part, and a word where a part is wider than
     the group."""
-    room = (WIDTH - LEFT_MARGIN - RIGHT_MARGIN) / max(1, len(chart.groups))
+    room = (CHART_WIDTH - LEFT_MARGIN - RIGHT_MARGIN) / max(1, len(chart.groups))
     parts = group.split(", ")
     return [
         word for part in parts for word in ([part] if LETTER * len(part) <= room else part.split())
@@ -140,7 +140,7 @@ def dot_scales(chart: Dots) -> tuple[Scale, Scale]:
     if chart.equal:
         xs = ys = [*xs, *ys]
     room = 1.3
-    x = Scale(min(xs) / room, max(xs) * room, LEFT_MARGIN, WIDTH - RIGHT_MARGIN, True)
+    x = Scale(min(xs) / room, max(xs) * room, LEFT_MARGIN, CHART_WIDTH - RIGHT_MARGIN, True)
     return x, Scale(min(ys) / room, max(ys) * room, HEIGHT - BOTTOM_MARGIN, TOP_MARGIN, True)
 
 

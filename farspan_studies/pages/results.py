@@ -15,7 +15,7 @@ import msgspec
 
 from farspan.domain.units import format_count, format_usd, short_time
 from farspan.estimate.loss import loss
-from farspan.report.charts import TINTS, Axis, Chart, Series
+from farspan.report.charts import COLOURS, Axis, Chart, Series
 from farspan_studies.bench.matrix import Row, figures
 from farspan_studies.pages.bars import Bar, Bars, Dot, Dots, spread, tint
 
@@ -361,7 +361,7 @@ def sizes(
     )
     charts = []
     for place, what in enumerate(("width", "layers")):
-        series = [Series("fit", [fit(size)[place] for size in smooth], "line", TINTS[0])]
+        series = [Series("fit", [fit(size)[place] for size in smooth], "line", COLOURS[0])]
         for number, family in enumerate(dict.fromkeys(spec[0] for spec in specs), start=1):
             known = {
                 size: (width, layers)[place]
@@ -369,7 +369,7 @@ def sizes(
                 if name == family
             }
             series.append(
-                Series(family, [known.get(size) for size in smooth], "points", TINTS[number])
+                Series(family, [known.get(size) for size in smooth], "points", COLOURS[number])
             )
         axis = Axis("parameters", smooth, log=True)
         charts.append(

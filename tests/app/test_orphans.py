@@ -27,8 +27,8 @@ from tests.waiting import LIMIT_S, wait_for
 HOLD = """
 import sys
 from pathlib import Path
-from farspan.launch.lock import locked
-lock = locked(Path(sys.argv[1]), "held", Path(sys.argv[1]))
+from farspan.launch.lock import lock_file
+lock = lock_file(Path(sys.argv[1]), "held", Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
 """

@@ -11,7 +11,7 @@ import pytest
 from farspan.corpus.counting import (
     DISCOUNT,
     LONG_ORDER,
-    PIECE,
+    PIECE_TOKENS,
     SHORT_ORDER,
     cache_probabilities,
     measure_counts,
@@ -55,11 +55,11 @@ def test_counts_are_the_textbooks(seed: int, order: int):
 
 
 def test_cache_probabilities_are_those_counted_in_the_piece_so_far():
-    pieces = np.random.default_rng(0).integers(0, V * V, (3, PIECE))
+    pieces = np.random.default_rng(0).integers(0, V * V, (3, PIECE_TOKENS))
     single, pair = cache_probabilities(pieces)
-    for i in [*range(0, 3 * PIECE, 97), PIECE, PIECE + 1]:
-        piece = pieces[i // PIECE].tolist()
-        at = i % PIECE
+    for i in [*range(0, 3 * PIECE_TOKENS, 97), PIECE_TOKENS, PIECE_TOKENS + 1]:
+        piece = pieces[i // PIECE_TOKENS].tolist()
+        at = i % PIECE_TOKENS
         seen = Counter(piece[:at])
         last = piece[at - 1] if at else None
         follows = Counter(piece[j + 1] for j in range(at - 1) if piece[j] == last)
@@ -85,9 +85,14 @@ def test_more_text_predicts_better_and_what_is_not_there_is_not_counted():
         tokens.append(int(rng.choice(50, p=follows[tokens[-1]])))
     text = np.array(tokens, np.uint16)
     found = measure_counts(text[:16_000], text[16_000:], 50, 1e9)
-    assert [one.tokens for one in found] == [16_000 // PIECE // part * PIECE for part in (16, 4, 1)]
+    assert [one.tokens for one in found] == [
+        16_000 // PIECE_TOKENS // part * PIECE_TOKENS for part in (16, 4, 1)
+    ]
     assert found[0].few > found[1].few > found[2].few
     entropy = -float(np.mean(np.sum(follows * np.log(follows + 1e-300), 1)))
     assert entropy - 0.1 < found[2].few < entropy + 0.5
-    assert measure_counts(text[:16_000], text[16_000:], 50, 3 * PIECE)[-1].tokens == 3 * PIECE
+    assert (
+        measure_counts(text[:16_000], text[16_000:], 50, 3 * PIECE_TOKENS)[-1].tokens
+        == 3 * PIECE_TOKENS
+    )
     assert measure_counts(text[:10], text[:10], 50, 1e9) == ()

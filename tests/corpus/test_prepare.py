@@ -278,9 +278,9 @@ def test_killed_in_the_middle_leaves_nothing_that_looks_whole(
     code = f"""
 import os, farspan.corpus.prepare as p
 from farspan.domain.config import DataConfig, TokenizerConfig
-p.entropies = lambda *a: os._exit(9)
+p.ngram_entropies = lambda *a: os._exit(9)
 root = p.Path({str(tmp_path / "root")!r})
-p.prepare(DataConfig(source={str(source)!r}, val="20%"), TokenizerConfig(vocab=600), root, workers=1, say=print)
+p.prepare_corpus(DataConfig(source={str(source)!r}, val="20%"), TokenizerConfig(vocab=600), root, workers=1, write_line=print)
 """  # noqa: E501
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 9
     assert not [path for path in (tmp_path / "root").iterdir() if not path.name.startswith(".")]
@@ -298,7 +298,7 @@ def test_workers_end_with_a_prepare_that_is_killed(
     code = f"""
 import multiprocessing, os, signal, threading, time
 from pathlib import Path
-from farspan.corpus.prepare import prepare
+from farspan.corpus.prepare import prepare_corpus
 from farspan.domain.config import DataConfig, TokenizerConfig
 
 def kill():
@@ -307,7 +307,7 @@ def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 threading.Thread(target=kill, daemon=True).start()
-prepare(DataConfig(source={source!r}, val="20%"), TokenizerConfig(vocab=600), Path("root"), workers=2, say=print)
+prepare_corpus(DataConfig(source={source!r}, val="20%"), TokenizerConfig(vocab=600), Path("root"), workers=2, write_line=print)
 """  # noqa: E501
     command = [sys.executable, "-c", code]
     with subprocess.Popen(

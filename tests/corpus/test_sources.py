@@ -36,7 +36,7 @@ def refused(spec: object) -> Problem:
 
 def test_plugins_are_listed_by_file_name_without_being_imported() -> None:
     code = (
-        "import sys; from farspan.corpus.sources import available; print(available());"
+        "import sys; from farspan.corpus.sources import list_sources; print(list_sources());"
         "assert not [m for m in sys.modules if m.startswith('farspan.corpus.sources.')]"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

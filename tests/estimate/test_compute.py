@@ -13,8 +13,8 @@ from farspan.domain.engine import Moves, load_engine
 from farspan.domain.plan import GradSync
 from farspan.estimate.compute import (
     ATTAINED,
-    UNKNOWN_BANDWIDTH,
     UNKNOWN_FLOPS,
+    UNKNOWN_MEMORY_BANDWIDTH,
     DeviceSpeed,
     OperatorWork,
     best_product,
@@ -129,7 +129,7 @@ def test_unknown_devices_are_taken_for_slow_ones():
         {"bf16": 4e12 / 65e12 / shares["bf16"], "fp32": 8 * 4e12 / 65e12 / shares["fp32"]}
     )
     assert DeviceSpeed(unknown, "fp32", plain()).stream_s(
-        UNKNOWN_BANDWIDTH["cuda"]
+        UNKNOWN_MEMORY_BANDWIDTH["cuda"]
     ) == pytest.approx(1.0)
 
 

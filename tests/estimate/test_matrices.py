@@ -11,7 +11,7 @@ from farspan.domain.train import Muon
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.model.tensor_axis import TensorAxis
-from farspan.runtime.state.zero_buckets import ALIGNED, Division, divide_buckets, owned_length
+from farspan.runtime.state.zero_buckets import ALIGNED, ZeroDivision, divide_buckets, owned_length
 from farspan.semantics.matrices import (
     block_matrices,
     matrices,
@@ -76,7 +76,7 @@ def held_by(topology: Topology):
     with torch.device("meta"):
         model = Decoder(topology.plan.model, units=stage.units, axis=axis)
     names = [name for name, _ in model.named_parameters()]
-    division = Division(
+    division = ZeroDivision(
         zero=topology.zero,
         ways=len(data),
         index=data.index(topology.rank),

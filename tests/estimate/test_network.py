@@ -22,9 +22,9 @@ from farspan.domain.cluster import (
     Site,
 )
 from farspan.domain.plan import Plan
-from farspan.estimate.network import LOCAL_DELAY_S, SEGMENT, UNKNOWN_BANDWIDTH, Network, NoLink
+from farspan.estimate.network import LOCAL_DELAY_S, SEGMENT, UNKNOWN_LINK_BANDWIDTH, Network, NoLink
 from farspan.estimate.price import estimate
-from farspan.semantics.communications import Flow
+from farspan.semantics.communications import WireFlow
 from tests.estimate.parts import (
     ENGINES,
     TIED,
@@ -69,7 +69,7 @@ def test_the_least_of_line_window_loss_and_software_decides():
     assert wire({"loss": 1e-4}, streams=3).rate == pytest.approx(3 * lost)
     assert wire({}, host_rate=5e8).rate == 5e8
     assert wire({"bandwidth": None}, host_rate=5e8).rate == 5e8
-    assert wire({"bandwidth": None}).rate == UNKNOWN_BANDWIDTH
+    assert wire({"bandwidth": None}).rate == UNKNOWN_LINK_BANDWIDTH
     assert wire({}).delay_s == 0.0495
 
 
@@ -117,10 +117,10 @@ def test_messages_between_hosts_share_the_line_of_their_sites(each, seconds):
     there = network(
         cluster(*sites, links=(Link(a="A", b="B", rtt_s=0.099, bandwidth=1e9, window=4 * 10**7),))
     )
-    hop = there.flows_s([Flow(k, each + k, 8e8) for k in range(each)], 1)
+    hop = there.flows_s([WireFlow(k, each + k, 8e8) for k in range(each)], 1)
     assert hop == pytest.approx((seconds, 0.0495))
     # Who sends several messages makes them one after another.
-    posted = there.flows_s([Flow(0, each + k, 8e8) for k in range(each)], 1)
+    posted = there.flows_s([WireFlow(0, each + k, 8e8) for k in range(each)], 1)
     assert posted.busy == pytest.approx(seconds + (each - 1) * 1e-3)
 
 
@@ -128,12 +128,12 @@ def test_hosts_of_a_site_have_ways_out_of_their_own_and_devices_of_a_host_ports(
     there = network(cluster([[device()] * 2, [device()] * 2, [device()] * 2]))
     wire = there.wire(0, 2, collective=False)
     size = 8e8
-    apart = there.flows_s([Flow(0, 2, size), Flow(4, 3, size)], 1).busy
-    together = there.flows_s([Flow(0, 2, size), Flow(1, 4, size)], 1).busy
+    apart = there.flows_s([WireFlow(0, 2, size), WireFlow(4, 3, size)], 1).busy
+    together = there.flows_s([WireFlow(0, 2, size), WireFlow(1, 4, size)], 1).busy
     assert apart == pytest.approx(max(size / wire.line, size / wire.rate) + 1e-3)
     assert together == pytest.approx(max(2 * size / wire.line, size / wire.rate) + 1e-3)
     local = there.local_rate[there.hosts[0]]
-    assert there.flows_s([Flow(0, 1, size), Flow(1, 0, size)], 1).busy == pytest.approx(
+    assert there.flows_s([WireFlow(0, 1, size), WireFlow(1, 0, size)], 1).busy == pytest.approx(
         size / local + 1e-3
     )
     assert there.flows_s([], 1) == (0.0, 0.0)
@@ -171,7 +171,7 @@ def test_a_ring_inside_a_host_has_the_rate_of_rings_of_its_size(devices, rate):
     assert there.direct_s(ring, part) == pytest.approx(moved / 2 / (rate * V100), rel=1e-3)
     # A message between two devices goes over the links of that pair.
     assert there.wire(0, 5, collective=False).rate == pytest.approx(0.27 * V100)
-    assert there.flows_s([Flow(0, 1, size)], 1).busy == pytest.approx(
+    assert there.flows_s([WireFlow(0, 1, size)], 1).busy == pytest.approx(
         size / 0.27 / V100 + 1e-3, rel=1e-6
     )
 
@@ -451,7 +451,7 @@ def test_no_faster_local_network_or_card_makes_a_plan_slower(
 
 def test_hosts_of_a_site_communicate_at_the_slower_of_local_network_and_nic() -> None:
     there = cluster([[device()], [device()]])
-    assert LINK_BANDWIDTH == UNKNOWN_BANDWIDTH
+    assert LINK_BANDWIDTH == UNKNOWN_LINK_BANDWIDTH
     for site, host, rate, rtt_s in (
         ({}, {}, SITE_BANDWIDTH, SITE_RTT_S),
         ({"lan_bandwidth": 12.5e9}, {}, 12.5e9, SITE_RTT_S),

@@ -73,7 +73,8 @@ def test_a_worker_starts_at_full_speed_and_is_held_to_its_share_when_it_has_star
         return done.stdout.splitlines()
 
     started = said(
-        f"{see}\nfrom farspan.runtime.device import hold; hold()\n{see}\n{BUSY}",
+        f"{see}\nfrom farspan.runtime.device import apply_lab_limits; apply_lab_limits()\n"
+        f"{see}\n{BUSY}",
         FARSPAN_STARTING="1",
     )
     assert started[:2] == [free, held] and float(started[2]) < 0.12

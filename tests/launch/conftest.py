@@ -47,8 +47,8 @@ def far(tmp_path: Path) -> Host:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No machine is too busy for a host to answer in time."""
-    monkeypatch.setattr("farspan.launch.hosts.START_S", LIMIT_S)
-    monkeypatch.setattr("farspan.launch.remote_run.ANSWER_S", LIMIT_S)
+    monkeypatch.setattr("farspan.launch.hosts.HOST_START_S", LIMIT_S)
+    monkeypatch.setattr("farspan.launch.remote_run.RUN_ANSWER_S", LIMIT_S)
     monkeypatch.setattr("farspan.launch.examine.REACH_S", LIMIT_S)
 
 

@@ -148,7 +148,7 @@ def test_host_whose_enter_command_fails_is_unreachable_with_its_error_message():
 
 
 def test_host_that_never_answers_is_given_up_after_the_start_limit(monkeypatch):
-    monkeypatch.setattr("farspan.launch.hosts.START_S", 1.0)
+    monkeypatch.setattr("farspan.launch.hosts.HOST_START_S", 1.0)
     host = Host(name="far", devices=(CPU,), enter=("sh", "-c", "sleep 100000"))
     found = examine_cluster(Cluster(sites=(Site(name="a", hosts=(host,)),)), streams=())
     assert "within 1 s" in found.unreachable["far"].fact

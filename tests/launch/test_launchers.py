@@ -545,9 +545,9 @@ import sys, msgspec
 from pathlib import Path
 from farspan.domain.cluster import Cluster
 from farspan.domain.run import RunFolder
-from farspan.launch.launchers import launch
+from farspan.launch.launchers import launch_workers
 run, cluster = RunFolder(Path(sys.argv[1])), msgspec.json.decode(sys.stdin.buffer.read(), type=Cluster)
-with launch(sys.argv[2], run.load_plan(), run, cluster) as workers:
+with launch_workers(sys.argv[2], run.load_plan(), run, cluster) as workers:
     list(workers)
 """  # noqa: E501
 

@@ -153,7 +153,7 @@ def held() -> int:
 
 def test_unit_timing_skips_sizes_beyond_the_memory_limit_and_frees_its_memory(monkeypatch):
     monkeypatch.setattr(unit_timing, "LONG_S", 1e9)  # However slow the machine is.
-    monkeypatch.setattr(unit_timing, "TIMED_S", 0.1)
+    monkeypatch.setattr(unit_timing, "UNITS_S", 0.1)
     cpu = torch.device("cpu")
     before = held()
     whole = unit_timing.unit_times(cpu, SPEC, 64, (1, 2), ("fp32",), 2**40)

@@ -20,8 +20,8 @@ from farspan.domain.plan import PlannedDevice, Sync
 from farspan.domain.results import Finished, read_events
 from farspan.estimate.price import estimate
 from farspan.launch.trial import (
-    WARMUP,
-    Limits,
+    NUM_WARMUP_STEPS,
+    TrialLimits,
     run_trial,
     shorten_plan,
     start_s,
@@ -45,7 +45,7 @@ from tests.launch.test_launchers import (
 )
 from tests.waiting import LIMIT_S
 
-FEW = Limits(steps=3, deadline_s=LIMIT_S)
+FEW = TrialLimits(steps=3, deadline_s=LIMIT_S)
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def test_outer_sync_share_of_a_trial_step_equals_that_computed_by_hand():
 def test_steps_that_warm_up_do_not_count():
     plan = planned()
     short = shorten_plan(plan, 3)
-    assert short.train.steps == WARMUP + 3 + 1
+    assert short.train.steps == NUM_WARMUP_STEPS + 3 + 1
     assert step_times(plan, short, [9.0, 10.0, 11.0, 12.0, 14.0]) == (1.0, (1.0, 1.0, 2.0))
     assert shorten_plan(plan, 1, warmup=1).train.steps == 1 + 1 + 1
     assert step_times(plan, shorten_plan(plan, 1, warmup=1), [9.0, 70.0], warmup=1) == (
@@ -179,7 +179,7 @@ def test_memory_that_is_not_there_is_a_result(sites, corpus):
 def test_a_trial_that_does_not_end_is_ended(sites, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     plan = replace(planned(), train=replace(TRAIN, batch=8))
-    made = run_trial(plan, corpus, sites, "local", Limits(steps=100_000, deadline_s=3.0))
+    made = run_trial(plan, corpus, sites, "local", TrialLimits(steps=100_000, deadline_s=3.0))
     assert made.status == "failed" and "did not end within 3 s" in made.problem.what
     own = ["pgrep", "-af", f"{tmp_path}/farspan-trial-"]
     assert not subprocess.run(own, capture_output=True, text=True).stdout

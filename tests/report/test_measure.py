@@ -12,7 +12,7 @@ from farspan.domain.problems import Refusal
 from farspan.domain.results import Finished, Measurement, Saved, Validated, Warned
 from farspan.domain.run import RunFolder
 from farspan.report import measure as measuring
-from farspan.report.history import WARMUP_STEPS, follow_events, is_complete, open_run
+from farspan.report.history import SLOW_START_STEPS, follow_events, is_complete, open_run
 from tests.report.fake_run import (
     ESTIMATE,
     make_plan,
@@ -91,7 +91,7 @@ def test_each_start_has_its_own_warm_up(tmp_path):
     events = [started(0.0, 0, plan), *(one_step(float(n), n) for n in range(1, 21))]
     events += [started(100.0, 20, plan), *(one_step(100.0 + n, n) for n in range(21, 41))]
     cold = [timed.step.step for timed in follow_events(events).steps if not timed.warm]
-    assert cold == [*range(1, 1 + WARMUP_STEPS), *range(21, 21 + WARMUP_STEPS)]
+    assert cold == [*range(1, 1 + SLOW_START_STEPS), *range(21, 21 + SLOW_START_STEPS)]
 
 
 def test_rate_per_device_is_kept_when_the_number_of_workers_changes(tmp_path):

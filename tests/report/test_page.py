@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 from farspan.domain.results import Step, Warned
 from farspan.report.charts import (
+    CHART_WIDTH,
     HEIGHT,
     MAX_GROUPS,
-    WIDTH,
     Axis,
     Chart,
     Scale,
@@ -279,7 +279,7 @@ def test_every_point_lies_inside_the_box(values, scale):
     for line in root.iter("polyline"):
         for point in line.get("points").split():
             x, y = map(float, point.split(","))
-            assert 0 <= x <= WIDTH and 0 <= y <= HEIGHT
+            assert 0 <= x <= CHART_WIDTH and 0 <= y <= HEIGHT
 
 
 @given(FINITE, st.floats(1e-9, 1e9))

@@ -60,7 +60,7 @@ def test_rare_tokens_and_those_beyond_the_most_have_none(monkeypatch):
     assert (found.norm(dim=1) > 0.99).tolist() == [False, True, True, False, False, False, False]
     assert found[[0, 3, 4, 5, 6]].norm() < 1e-2
     assert not token_vectors([[0], [1]], 6, 4, seed=0).any()
-    monkeypatch.setattr(cooccurrence, "MOST", 2)
+    monkeypatch.setattr(cooccurrence, "MAX_FREQUENT_TOKENS", 2)
     assert token_vectors(bags, 7, 4, seed=0).norm() < 1e-2, (
         "0 and 1 alone say nothing of each other"
     )

@@ -6,7 +6,7 @@ import numpy as np
 
 from farspan.domain.corpus import Document
 from farspan.retrieval.evaluate import (
-    WEIGHTS,
+    FUSION_WEIGHTS,
     ModelVectors,
     choose_settings,
     evaluate,
@@ -245,7 +245,9 @@ def test_vectors_that_find_less_than_words_are_not_asked():
     side = ModelVectors(eye, eye[:0], np.concatenate([eye[:20], 5 * eye[[0] * 20]]))
     found = choose_settings(bodies, range(40), [*titles, *questions], side, 0)
     assert found.gain.interval[0] > 0 or found.default == "bm25"
-    assert found.weight == min(WEIGHTS), "a small weight finds the titles and leaves the questions"
+    assert found.weight == min(FUSION_WEIGHTS), (
+        "a small weight finds the titles and leaves the questions"
+    )
 
 
 def test_questions_and_openings_are_asked_and_left_out_of_what_is_found():

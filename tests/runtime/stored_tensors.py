@@ -51,6 +51,6 @@ def write(
 
 
 def write_one(path: Path, values: Mapping[str, torch.Tensor], progress: TrainerState) -> None:
-    checkpoint.make_folder(path, checkpoint.HEADERS, progress.epoch)
+    checkpoint.make_folder(path, checkpoint.MAX_HEADER_BYTES, progress.epoch)
     checkpoint.write_part(path, 0, slices(values))
     checkpoint.commit(path, [0], progress)

@@ -371,12 +371,12 @@ def test_last_validation_reads_all_where_the_machine_has_become_faster():
     budget.validated(1000, 10.0)
     budget.saved(0.2)
     budget.validated(1000, 0.01)
-    assert budget.more_windows(WINDOW, least=4, left=100) == 100
+    assert budget.more_windows(WINDOW, least=4, unread=100) == 100
     # One slow save, or one slow validation, does not end it either.
     budget.saved(60.0)
     budget.validated(1000, 10.0)
     now[0] = 60.0
-    assert budget.more_windows(WINDOW, least=4, left=100) > 0
+    assert budget.more_windows(WINDOW, least=4, unread=100) > 0
     # Where the time is up it ends.
     now[0] = 99.9
-    assert budget.more_windows(WINDOW, least=4, left=100) == 0
+    assert budget.more_windows(WINDOW, least=4, unread=100) == 0

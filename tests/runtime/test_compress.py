@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan.runtime.comm.compress import (
-    BLOCK,
-    CHUNK,
+    ENCODE_ELEMENTS,
     GREATEST,
+    SCALE_ELEMENTS,
     SMALLEST_SCALE,
     Codec,
     ErrorFeedback,
@@ -17,7 +17,17 @@ from farspan.runtime.comm.compress import (
 from tests.examples import few
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-SIZES = [0, 1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 77, CHUNK, 2 * CHUNK + BLOCK + 3]
+SIZES = [
+    0,
+    1,
+    2,
+    SCALE_ELEMENTS - 1,
+    SCALE_ELEMENTS,
+    SCALE_ELEMENTS + 1,
+    5 * SCALE_ELEMENTS + 77,
+    ENCODE_ELEMENTS,
+    2 * ENCODE_ELEMENTS + SCALE_ELEMENTS + 3,
+]
 FEW = pytest.mark.parametrize("bits", [4, 8])
 ALL = pytest.mark.parametrize("bits", [4, 8, 16, 32])
 
@@ -25,14 +35,14 @@ ALL = pytest.mark.parametrize("bits", [4, 8, 16, 32])
 def numbers(n, seed=0, dtype=torch.float32):
     """Heavy-tailed, in blocks of very different sizes, a tenth of them zero."""
     generator = torch.Generator().manual_seed(seed)
-    power = torch.arange(n).div(BLOCK, rounding_mode="floor").mul(7).remainder(19).sub(9)
+    power = torch.arange(n).div(SCALE_ELEMENTS, rounding_mode="floor").mul(7).remainder(19).sub(9)
     x = torch.randn(n, generator=generator).pow(3) * 10.0**power
     return x.mul(torch.rand(n, generator=generator) > 0.1).to(dtype)
 
 
 def largest(x):
     """For every element of x (n,), the greatest absolute value of its block."""
-    blocks = [block.abs().max().expand(len(block)) for block in x.float().split(BLOCK)]
+    blocks = [block.abs().max().expand(len(block)) for block in x.float().split(SCALE_ELEMENTS)]
     return torch.cat(blocks)
 
 
@@ -110,15 +120,17 @@ def test_16_bits_are_bf16_and_32_are_exact():
 
 @ALL
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-@pytest.mark.parametrize("place", [0, 1, BLOCK - 1, BLOCK + 5, 3 * BLOCK])
+@pytest.mark.parametrize(
+    "place", [0, 1, SCALE_ELEMENTS - 1, SCALE_ELEMENTS + 5, 3 * SCALE_ELEMENTS]
+)
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_number_that_is_not_finite_never_looks_finite(bits, bad, place, device):
     codec = Codec(bits)
-    x = numbers(3 * BLOCK + 1).to(device)
+    x = numbers(3 * SCALE_ELEMENTS + 1).to(device)
     clean = codec.decode(codec.encode(x), len(x))
     x[place] = bad
     back = codec.decode(codec.encode(x), len(x))
-    here = torch.arange(len(x), device=device) // BLOCK == place // BLOCK
+    here = torch.arange(len(x), device=device) // SCALE_ELEMENTS == place // SCALE_ELEMENTS
     assert not back[here if bits < 16 else place].isfinite().any()
     assert torch.equal(back[~here], clean[~here]), "other blocks are as they would be without it"
 
@@ -127,7 +139,7 @@ def test_a_number_that_is_not_finite_never_looks_finite(bits, bad, place, device
 @pytest.mark.parametrize("device", DEVICES)
 def test_equal_bytes_decode_to_equal_bits_wherever_they_lie(bits, device):
     codec = Codec(bits)
-    x = numbers(2 * CHUNK + 77)
+    x = numbers(2 * ENCODE_ELEMENTS + 77)
     data = codec.encode(x)
     assert torch.equal(data, codec.encode(x))
     message = torch.cat([torch.zeros(3, dtype=torch.uint8), data]).to(device)
@@ -141,9 +153,9 @@ def test_equal_bytes_decode_to_equal_bits_wherever_they_lie(bits, device):
 def test_decoding_is_the_scale_times_the_code(bits):
     """Each product is exact in fp32, so there is one result on any device."""
     codec = Codec(bits)
-    x = numbers(4 * BLOCK, seed=3)
+    x = numbers(4 * SCALE_ELEMENTS, seed=3)
     data = codec.encode(x)
-    scale = data[:8].view(torch.bfloat16).double().repeat_interleave(BLOCK)
+    scale = data[:8].view(torch.bfloat16).double().repeat_interleave(SCALE_ELEMENTS)
     if bits == 8:
         codes = data[8:].view(torch.int8).double()
     else:
@@ -172,7 +184,7 @@ def test_a_message_of_another_length_is_an_error():
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
 @few(20)
-@given(n=st.integers(1, 3 * BLOCK), steps=st.integers(1, 40), seed=st.integers(0, 2**20))
+@given(n=st.integers(1, 3 * SCALE_ELEMENTS), steps=st.integers(1, 40), seed=st.integers(0, 2**20))
 def test_with_feedback_the_sums_stay_within_one_rounding(bits, n, steps, seed):
     """What was received differs from what was to be sent by the residual, which is one encoding's
     error."""

@@ -24,7 +24,12 @@ from farspan.domain.run import RunFolder
 from farspan.domain.train import Muon
 from farspan.runtime import inference
 from farspan.runtime.checkpoint import checkpoint
-from farspan.runtime.checkpoint.layout import BLOCK, MANIFEST, TrainerState, checksum_of
+from farspan.runtime.checkpoint.layout import (
+    CHECKSUM_BLOCK_BYTES,
+    MANIFEST,
+    TrainerState,
+    checksum_of,
+)
 from farspan.runtime.checkpoint.save import Checkpointer
 from farspan.runtime.checkpoint.stored import digest
 from farspan.runtime.comm.collective import Group
@@ -98,7 +103,8 @@ def vouch(path: Path) -> None:
             for part in tensor["slices"]:
                 content = held.get(f"{name}@{','.join(map(str, part['at']))}", b"")
                 part["sha256"] = [
-                    digest(content[at : at + BLOCK]) for at in range(0, len(content), BLOCK)
+                    digest(content[at : at + CHECKSUM_BLOCK_BYTES])
+                    for at in range(0, len(content), CHECKSUM_BLOCK_BYTES)
                 ]
 
     rewrite(path, change, vouched=True)

@@ -30,11 +30,11 @@ from farspan.runtime.comm import ship, tcp
 from farspan.runtime.comm.notices import Notices
 from farspan.runtime.comm.sealed import (
     NONCE,
-    PIECE,
+    PIECE_BYTES,
     Forged,
     SealedConnection,
+    SealedServer,
     SealedStream,
-    Server,
 )
 from farspan.runtime.comm.ship import PART_FILES, Shipment, ShipmentOffer
 from tests import tiny, waiting
@@ -214,7 +214,7 @@ def test_who_repeats_what_a_worker_has_sent_is_refused(port: int):
     second = Notices(SECRET, 1)
     between = socket.create_server(("127.0.0.1", 0))
     recorded = bytearray()
-    with closing(Server(SECRET, first._accept_worker, port)):
+    with closing(SealedServer(SECRET, first._accept_worker, port)):
 
         def pass_on() -> None:
             caller, _ = between.accept()
@@ -363,7 +363,7 @@ def test_rank_0_listens_where_the_others_call_it(monkeypatch: pytest.MonkeyPatch
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN))
-    with closing(Server(SECRET, Shipment(run, tmp_path / "corpus").answer)) as made:
+    with closing(SealedServer(SECRET, Shipment(run, tmp_path / "corpus").answer)) as made:
         yield made
 
 
@@ -371,7 +371,7 @@ def offer(port: int) -> ShipmentOffer:
     return ShipmentOffer(plan="", corpus="", address="127.0.0.1", port=port)
 
 
-def test_plan_and_tokens_are_sent_to_a_peer_with_the_secret(server: Server, tmp_path: Path):
+def test_plan_and_tokens_are_sent_to_a_peer_with_the_secret(server: SealedServer, tmp_path: Path):
     for part in PART_FILES:
         ship._fetch_part(offer(server.port), part, tmp_path / f"got-{part}", SECRET)
     assert (tmp_path / "got-corpus" / "train.bin").read_bytes() == (
@@ -384,7 +384,7 @@ def test_plan_and_tokens_are_sent_to_a_peer_with_the_secret(server: Server, tmp_
 
 
 def test_peer_without_the_secret_receives_nothing_and_stops_no_server_thread(
-    server: Server, tmp_path: Path
+    server: SealedServer, tmp_path: Path
 ):
     for garbage in (b"", b"\xff" * 300, b"0" * 64 + b"run\n", b"GET / HTTP/1.1\r\n\r\n"):
         with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT_S) as connection:
@@ -400,7 +400,7 @@ def test_peer_without_the_secret_receives_nothing_and_stops_no_server_thread(
     assert (tmp_path / "got" / "plan.json").exists()
 
 
-def test_a_shipment_that_was_changed_on_its_way_is_refused(server: Server, tmp_path: Path):
+def test_a_shipment_that_was_changed_on_its_way_is_refused(server: SealedServer, tmp_path: Path):
     """By somebody in between, who flips one bit of it."""
     between = socket.create_server(("127.0.0.1", 0))
 
@@ -423,7 +423,7 @@ def test_a_shipment_that_was_changed_on_its_way_is_refused(server: Server, tmp_p
 
 def test_authenticated_stream_written_in_pieces_is_read_complete(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    content = os.urandom(3 * PIECE + 17)
+    content = os.urandom(3 * PIECE_BYTES + 17)
 
     def give(question: str, stream: SealedStream) -> None:
         assert question == "it"
@@ -431,7 +431,7 @@ def test_authenticated_stream_written_in_pieces_is_read_complete(monkeypatch: py
             stream.write(content[start : start + 100_003])
         stream.end()
 
-    with closing(Server(SECRET, give)) as server:
+    with closing(SealedServer(SECRET, give)) as server:
         stream = SealedStream.call(("127.0.0.1", server.port), SECRET, "it")
         with closing(stream):
             found = b"".join(iter(lambda: stream.read(70_001), b""))

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from farspan.domain.plan import Plan, Stage, Sync
 from farspan.domain.results import Saved, Step
 from farspan.domain.run import RunFolder
-from farspan.runtime.comm.compress import WHOLE, Codec, ErrorFeedback
+from farspan.runtime.comm.compress import FP32_CODEC, Codec, ErrorFeedback
 from tests import tiny
 from tests.examples import slow_after, slow_but
 from tests.launch.test_launchers import TRAIN
@@ -328,7 +328,7 @@ def test_quantization_residual_is_sent_in_full_when_it_is_flushed(bits: int):
         x = torch.randn(5000, generator=generator)
         total += x
         data = feedback.settle_("a", x) if step == 5 else feedback.encode_("a", x)
-        came = (WHOLE if step == 5 else feedback.codec).decode(data, 5000)
+        came = (FP32_CODEC if step == 5 else feedback.codec).decode(data, 5000)
         assert torch.equal(came, x), "both ends add the same"
         sent += came
     assert torch.allclose(sent, total, atol=1e-5) and not feedback.residuals

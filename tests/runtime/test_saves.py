@@ -24,7 +24,7 @@ def test_a_checkpoint_takes_what_is_asked_of_the_disk_for_it(fleet: Fleet, folde
     case = Case(folder, plan)
     fleet.run(jobs.train, case.world, plan, case.path)
     saved = sum(tensor.nbytes for tensor in state(case.path).values())
-    assert saved == checkpoint.bytes_needed(plan) - checkpoint.HEADERS
+    assert saved == checkpoint.bytes_needed(plan) - checkpoint.MAX_HEADER_BYTES
 
 
 def test_of_what_rank_0_hands_out_it_holds_two_messages_a_worker(fleet: Fleet, folder: Path):

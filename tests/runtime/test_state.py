@@ -11,7 +11,7 @@ from farspan.domain.train import Optimizer, Schedule
 from farspan.models import preset, presets
 from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.state.train_state import TrainState
-from farspan.runtime.state.zero_buckets import Division, decay_segment, divide_buckets
+from farspan.runtime.state.zero_buckets import ZeroDivision, decay_segment, divide_buckets
 from farspan.semantics.lr_schedule import learning_rate
 
 
@@ -57,7 +57,7 @@ def test_updates_equal_torch_adamw_with_decay_on_matrices_only():
 def test_gradients_accumulate_in_fp32_over_backward_passes_until_cleared(precision, bound, zero):
     model = _model()
     whole = _model()
-    state = TrainState(model, precision, division=Division(zero=zero))
+    state = TrainState(model, precision, division=ZeroDivision(zero=zero))
     exact = dict(whole.named_parameters())
     for _ in range(3):
         x = torch.randn(64, 5)
@@ -148,7 +148,7 @@ def test_parameters_and_owned_parts_begin_at_16_bytes_for_any_number_of_ranks(na
     for ways, (zero, precision) in itertools.product(
         range(1, 9), ((0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "bf16"))
     ):
-        division = Division(zero=zero, ways=ways, index=ways - 1, bucket_bytes=25_000_000)
+        division = ZeroDivision(zero=zero, ways=ways, index=ways - 1, bucket_bytes=25_000_000)
         state = TrainState(model, precision, meta, division)
         gradients = [one for one in state.collected if one is not None]
         starts = _starts(
@@ -174,7 +174,9 @@ def test_parameters_of_any_shape_begin_at_16_bytes_inside_their_bucket(bucket_by
             divide_buckets(
                 names,
                 shapes,
-                Division(zero=zero, ways=ways, index=i, bucket_bytes=bucket_bytes, sliced=sliced),
+                ZeroDivision(
+                    zero=zero, ways=ways, index=i, bucket_bytes=bucket_bytes, sliced=sliced
+                ),
             )
             for i in range(ways)
         ]
@@ -203,7 +205,7 @@ def test_bucket_padding_stays_zero_and_counts_in_no_norm(zero):
     model = _model()
     whole = _model()
     state = TrainState(
-        model, "fp32", division=Division(zero=zero, ways=1 if zero == 0 else 2, index=0)
+        model, "fp32", division=ZeroDivision(zero=zero, ways=1 if zero == 0 else 2, index=0)
     )
     (bucket,) = state.buckets
     with torch.no_grad():

@@ -13,7 +13,7 @@ from farspan.domain.train import Optimizer, Schedule, TrainSpec
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.training.data import Order, Windows
-from farspan.runtime.training.loss_outlier import FIRST, PATIENCE, LossOutliers
+from farspan.runtime.training.loss_outlier import FIRST_STEPS, PATIENCE, LossOutliers
 from tests import tiny
 
 SEQ_LEN = 32
@@ -54,7 +54,7 @@ def test_random_loss_fluctuations_do_not_reach_the_patience_for_outliers(rows):
 def test_rank_whose_loss_stays_far_above_is_named_at_every_step():
     rng = np.random.default_rng(0)
     strays = LossOutliers(replica(8, 8, 4), SEQ_LEN)
-    for _ in range(FIRST):
+    for _ in range(FIRST_STEPS):
         strays.look(drawn(rng, (8, 8, 4)))
     found = []
     for _ in range(PATIENCE):

@@ -25,7 +25,7 @@ from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.time_budget import SAMPLES, VALIDATION
 from farspan.runtime.training import validation
 from farspan.runtime.training.data import Windows
-from farspan.runtime.training.validation import LossSums, Measured, Validation
+from farspan.runtime.training.validation import LossSums, MeasuredLoss, Validation
 from tests import tiny
 from tests.runtime import jobs, reference, stored_tensors
 from tests.runtime.fleet import Fleet
@@ -310,7 +310,7 @@ def test_only_validations_that_are_worse_by_more_than_chance_count_against_patie
         sums = LossSums(
             100, 100 * S, losses.sum(), (losses**2).sum(), (losses * S).sum(), 100.0 * S * S
         )
-        return judging.judge(step, Measured(sums, sums, False, False, 0.0))
+        return judging.judge(step, MeasuredLoss(sums, sums, False, False, 0.0))
 
     made.state.best_loss = None
     made.state.stale = 0

@@ -23,7 +23,7 @@ from farspan.estimate.loss import loss
 from farspan.planning.select import SelectionTask
 from farspan.planning.size import fitted_shape
 from farspan.planning.why import costs_of
-from farspan.report.charts import LEFT_MARGIN, RIGHT_MARGIN, WIDTH
+from farspan.report.charts import CHART_WIDTH, LEFT_MARGIN, RIGHT_MARGIN
 from farspan.report.plan_picture import picture
 from farspan_studies.bench.matrix import Cell, Row
 from farspan_studies.pages import results
@@ -372,7 +372,7 @@ def test_bars_lie_beside_each_other_inside_the_picture():
     )
     spots = [spot for group in places(chart) for spot in group]
     assert all(x + wide <= after for (x, wide), (after, _) in itertools.pairwise(spots))
-    assert spots[0][0] >= LEFT_MARGIN and spots[-1][0] + spots[-1][1] <= WIDTH - RIGHT_MARGIN
+    assert spots[0][0] >= LEFT_MARGIN and spots[-1][0] + spots[-1][1] <= CHART_WIDTH - RIGHT_MARGIN
     assert bar_scale(chart)(0.0) == bar_scale(chart).start
 
 

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from farspan.techniques._search.ilp import Choice, Infeasible, objective, solve
+from farspan.techniques._search.ilp import Infeasible, StrategyChoice, objective, solve
 
 NODES = 6
 STRATEGIES = 4
@@ -59,7 +59,7 @@ def test_the_program_finds_what_brute_force_finds(block: int):
         if least == math.inf:
             assert isinstance(found, Infeasible), seed
             continue
-        assert isinstance(found, Choice), seed
+        assert isinstance(found, StrategyChoice), seed
         assert found.cost == pytest.approx(least, rel=1e-5), seed
         assert found.cost == objective(costs, edges, found.picks) and found.gap <= 1e-6
         assert found.memory <= cap * (1 + 1e-6)

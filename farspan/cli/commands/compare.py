@@ -16,7 +16,7 @@ from farspan.cli.paint import text_width, wants_colours
 from farspan.report.tables import table_lines
 
 if TYPE_CHECKING:
-    from farspan.report.compare import Line, Versus
+    from farspan.report.compare import ComparedRow, Versus
 
 HELP = "compare runs"
 
@@ -48,7 +48,7 @@ def print_comparison(comparison: Versus, console: Console) -> None:
         console.write_line(textwrap.fill(note, text_width()))
 
 
-def _print_lines(comparison: Versus, lines: Sequence[Line], console: Console) -> None:
+def _print_lines(comparison: Versus, lines: Sequence[ComparedRow], console: Console) -> None:
     heads = ["", *comparison.names]
     rows = []
     for line in lines:

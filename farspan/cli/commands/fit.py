@@ -12,7 +12,7 @@ from farspan.domain.problems import Refusal, command
 from farspan.domain.units import counted, format_bytes, format_count
 
 if TYPE_CHECKING:
-    from farspan.planning.fit import Fit
+    from farspan.planning.fit import LargestModels
 
 HELP = "say which model or batch fits, or how much memory is enough"
 
@@ -47,7 +47,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     console.answer(fit.as_json())
 
 
-def print_fit(fit: Fit, cluster: str, console: Console) -> None:
+def print_fit(fit: LargestModels, cluster: str, console: Console) -> None:
     """Print the answer in sentences, and each technique's own limit."""
     from farspan.app.pricing import is_reproducible
     from farspan.cli.paint import text_width
@@ -97,7 +97,7 @@ def print_fit(fit: Fit, cluster: str, console: Console) -> None:
         console.write_line(f"\nprice it: {words}")
 
 
-def _format_amount(fit: Fit, amount: int) -> str:
+def _format_amount(fit: LargestModels, amount: int) -> str:
     if fit.asked == "model":
         return f"{format_count(amount)} parameters"
     return format_bytes(amount) if fit.asked == "memory" else counted(amount, "sequence")

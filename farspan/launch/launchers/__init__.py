@@ -1,5 +1,5 @@
-"""Launchers, one file each: `Launch(plan, run, cluster, argument, held)` is a `Workers` with a
-launcher's own way to start them.
+"""Launchers, one file each: `Launch(plan, run, cluster, argument, supervisor)` is a `Workers` with
+a launcher's own way to start them.
 
 The file name is the launcher's name; a leading underscore is not a launcher. Listing them imports
 none.
@@ -40,11 +40,15 @@ def split_launcher(name: str) -> tuple[str, str]:
 
 
 def launch_workers(
-    name: str, plan: Plan, run: RunFolder, cluster: Cluster, held: SupervisorState | None = None
+    name: str,
+    plan: Plan,
+    run: RunFolder,
+    cluster: Cluster,
+    supervisor: SupervisorState | None = None,
 ) -> Workers:
-    """Return workers of `plan` on hosts of `cluster`, started by entering them; of an epoch that a
-    supervisor `held`, if given. Raises Refusal (launcher-unusable)."""
+    """Return workers of `plan` on hosts of `cluster`, started by entering them; of the epoch of
+    `supervisor`, if given. Raises Refusal (launcher-unusable)."""
     kind, argument = split_launcher(name)
     module = importlib.import_module(f"{__name__}.{kind}")
-    workers: Workers = module.Launch(plan, run, cluster, argument, held)
+    workers: Workers = module.Launch(plan, run, cluster, argument, supervisor)
     return workers

@@ -17,11 +17,11 @@ from farspan.retrieval.serve.page import read_files
 from farspan.retrieval.serve.refusals import handle_errors, json_response
 from farspan.retrieval.serve.routes import api_routes, page_routes, static_routes
 from farspan.retrieval.serve.schema import error_answers, openapi_document
-from farspan.retrieval.serve.site import Site
+from farspan.retrieval.serve.site import ServedIndex
 
 
 def create_app(
-    site: Site, entrance: Entrance, announced: Callable[[], AbstractContextManager[object]]
+    site: ServedIndex, entrance: Entrance, announced: Callable[[], AbstractContextManager[object]]
 ) -> FastAPI:
     """Return the application of a site; `announced` lasts as long as it accepts requests."""
     check_token = token_check(entrance)

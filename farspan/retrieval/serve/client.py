@@ -17,7 +17,7 @@ from farspan.retrieval.search import Answer
 from farspan.retrieval.serve.server_info import find_server
 
 #: A server that is busy is not waited for longer than opening the index takes.
-ANSWER_S = 5.0
+SERVER_ANSWER_S = 5.0
 _MOST_BYTES = 1 << 24
 
 
@@ -44,7 +44,7 @@ def ask(
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         request.data = msgspec.json.encode(form)
-        with opener.open(request, timeout=ANSWER_S) as answer:
+        with opener.open(request, timeout=SERVER_ANSWER_S) as answer:
             return msgspec.json.decode(answer.read(_MOST_BYTES), type=Answer)
     except (OSError, ValueError, msgspec.MsgspecError):
         # Also a refusal: what is wrong with the search is found again, and a full queue is no

@@ -19,7 +19,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from farspan.retrieval.serve.limits import Limits
+from farspan.retrieval.serve.limits import ServerLimits
 from farspan.retrieval.serve.refusals import HttpRefusal
 
 #: What another site may lead a browser to.
@@ -29,7 +29,7 @@ DRAINED_BODIES = 16
 #: The key of a request's scope with the values of the server's own cookie.
 TOKENS_KEY = "farspan.tokens"
 #: Sent with every answer.
-HEADERS = {
+SECURITY_HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "x-frame-options": "DENY",
@@ -73,7 +73,7 @@ class Entrance:
 class Guard:
     """ASGI middleware: refuse requests of other sites' pages and large heads; add `HEADERS`."""
 
-    def __init__(self, app: ASGIApp, *, entrance: Entrance, limits: Limits) -> None:
+    def __init__(self, app: ASGIApp, *, entrance: Entrance, limits: ServerLimits) -> None:
         self._app = app
         self._cookie = entrance.cookie
         self._names = entrance.host_names
@@ -87,7 +87,7 @@ class Guard:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
+                for name, value in SECURITY_HEADERS.items():
                     headers.setdefault(name, value)
             await send(message)
 
@@ -106,7 +106,7 @@ class Guard:
         await self._app(scope, receive, send_with_headers)
 
 
-def refuse_long_head(scope: Scope, limits: Limits) -> None:
+def refuse_long_head(scope: Scope, limits: ServerLimits) -> None:
     lines = [(scope["raw_path"], scope["query_string"]), *scope["headers"]]
     # A colon, a space and the end of the line.
     size = sum(len(name) + len(value) + 4 for name, value in lines)
@@ -185,7 +185,7 @@ def cross_site(header: str) -> HttpRefusal:
     )
 
 
-def head_too_large(limits: Limits) -> HttpRefusal:
+def head_too_large(limits: ServerLimits) -> HttpRefusal:
     return HttpRefusal(
         431,
         "out-of-range",
@@ -213,7 +213,7 @@ class GuardedProtocol(H11Protocol):
     """uvicorn's HTTP with a time limit for the head of a request, and refusals as JSON."""
 
     #: A subclass sets the server's own.
-    limits = Limits()
+    limits = ServerLimits()
     _timer: asyncio.TimerHandle | None = None
     #: Bytes that are still read after a refusal; None before one.
     _drain_bytes: int | None = None
@@ -252,7 +252,7 @@ class GuardedProtocol(H11Protocol):
         refusal = head_too_large(self.limits) if is_too_large else not_http()
         _, _, path = head[:100].partition(b" ")
         response = refusal.response(path.decode("latin-1"))
-        headers = {**HEADERS, **response.headers}
+        headers = {**SECURITY_HEADERS, **response.headers}
         events = (
             h11.Response(status_code=response.status_code, headers=[*headers.items()]),
             h11.Data(data=bytes(response.body)),

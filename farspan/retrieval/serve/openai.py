@@ -14,14 +14,14 @@ from farspan.retrieval.serve import forms
 from farspan.retrieval.serve.refusals import HttpRefusal, json_response
 from farspan.retrieval.serve.schema import answers, takes
 from farspan.retrieval.serve.searcher import Kind, Searcher
-from farspan.retrieval.serve.site import Site, refuse_above
+from farspan.retrieval.serve.site import ServedIndex, refuse_above
 
 _PLACE = "POST /v1/embeddings"
 #: What a text begins with that is to be embedded as a query.
 QUERY = "query: "
 
 
-def openai_routes(site: Site) -> APIRouter:
+def openai_routes(site: ServedIndex) -> APIRouter:
     router = APIRouter(prefix="/v1")
 
     @router.get(

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from farspan.corpus.tokenizer import Tokenizer
 from farspan.retrieval.embed import Embedder
-from farspan.retrieval.index import MANIFEST, Index, IndexManifest
+from farspan.retrieval.index import INDEX_MANIFEST, Index, IndexManifest
 from farspan.retrieval.rank import System, query_form
 from farspan.retrieval.search import Answer, Result, passage, search, similar
 from farspan.retrieval.serve.searcher import POINTS, Kind
@@ -99,7 +99,7 @@ class IndexSearcher:
         )
 
     def stamp(self) -> tuple[int, int]:
-        there = (self._index.path / MANIFEST).stat()
+        there = (self._index.path / INDEX_MANIFEST).stat()
         return there.st_mtime_ns, there.st_ino
 
 

@@ -20,7 +20,7 @@ from farspan.retrieval.serve.page import Files
 from farspan.retrieval.serve.refusals import HttpRefusal, json_response
 from farspan.retrieval.serve.schema import answers, takes
 from farspan.retrieval.serve.searcher import Searcher
-from farspan.retrieval.serve.site import Site, refuse_above
+from farspan.retrieval.serve.site import ServedIndex, refuse_above
 
 #: Parameters of a search that are no fields.
 SEARCH_PARAMETERS = ("q", "k", "offset", "system")
@@ -64,7 +64,9 @@ def static_routes(files: Files) -> APIRouter:
     return router
 
 
-def page_routes(site: Site, files: Files, entrance: Entrance, check_token: Check) -> APIRouter:
+def page_routes(
+    site: ServedIndex, files: Files, entrance: Entrance, check_token: Check
+) -> APIRouter:
     router = APIRouter()
 
     @router.get("/", include_in_schema=False)
@@ -95,7 +97,7 @@ def page_routes(site: Site, files: Files, entrance: Entrance, check_token: Check
     return router
 
 
-def api_routes(site: Site) -> APIRouter:
+def api_routes(site: ServedIndex) -> APIRouter:
     """Return the routes of the API but OpenAI's."""
     router = APIRouter()
     _add_search(router, site)
@@ -104,7 +106,7 @@ def api_routes(site: Site) -> APIRouter:
     return router
 
 
-def _add_search(router: APIRouter, site: Site) -> None:
+def _add_search(router: APIRouter, site: ServedIndex) -> None:
     limits = site.limits
 
     @router.get(
@@ -147,7 +149,7 @@ def _add_search(router: APIRouter, site: Site) -> None:
         return await _answer_search(site, form, "key q")
 
 
-def _add_passages(router: APIRouter, site: Site) -> None:
+def _add_passages(router: APIRouter, site: ServedIndex) -> None:
     limits = site.limits
 
     @router.get(
@@ -170,7 +172,7 @@ def _add_passages(router: APIRouter, site: Site) -> None:
         return json_response(forms.Similar(id=id, results=tuple(results)))
 
 
-async def _answer_search(site: Site, form: forms.Search, place: str) -> Response:
+async def _answer_search(site: ServedIndex, form: forms.Search, place: str) -> Response:
     """Return the answer to a search. Raises Refusal (usage) for an empty query, at `place`."""
     if not form.q.strip():
         raise Refusal(
@@ -205,7 +207,7 @@ def read_filters(request: Request) -> dict[str, str]:
     return where
 
 
-async def _ask_for_passage(site: Site, work: Any) -> Any:
+async def _ask_for_passage(site: ServedIndex, work: Any) -> Any:
     """Return what `work` makes of a passage; 404 where there is no such passage."""
     try:
         return await site.ask(work)
@@ -215,7 +217,7 @@ async def _ask_for_passage(site: Site, work: Any) -> Any:
         raise HttpRefusal.of(404, refusal.problem) from None
 
 
-def _add_model(router: APIRouter, site: Site) -> None:
+def _add_model(router: APIRouter, site: ServedIndex) -> None:
     @router.get(
         "/api/map",
         response_class=Response,

@@ -18,10 +18,10 @@ from starlette.types import ASGIApp
 from farspan.domain.problems import Refusal, command
 from farspan.retrieval.serve.app import create_app
 from farspan.retrieval.serve.guard import Entrance, GuardedProtocol
-from farspan.retrieval.serve.limits import Limits
+from farspan.retrieval.serve.limits import ServerLimits
 from farspan.retrieval.serve.searcher import Searcher
 from farspan.retrieval.serve.server_info import remove_server_info, write_server_info
-from farspan.retrieval.serve.site import Served, Site
+from farspan.retrieval.serve.site import Served, ServedIndex
 
 _TOKEN = re.compile(r"[A-Za-z0-9._~-]{16,200}")
 #: Seconds that an idle connection is kept.
@@ -46,7 +46,7 @@ def serve(
     served: Served,
     open_searcher: Callable[[], Searcher],
     report: Callable[[str], None],
-    limits: Limits = Limits(),
+    limits: ServerLimits = ServerLimits(),
 ) -> None:
     """Serve until SIGINT or SIGTERM, then finish the requests that are in flight.
 
@@ -76,13 +76,13 @@ def serve(
             finally:
                 remove_server_info(address.run, info)
 
-        with closing(Site(served, open_searcher, limits)) as site:
-            server = Server(server_config(create_app(site, entrance, announced), limits))
+        with closing(ServedIndex(served, open_searcher, limits)) as site:
+            server = SearchServer(server_config(create_app(site, entrance, announced), limits))
             server.run(sockets=[listener])
     report("ended")
 
 
-def server_config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
+def server_config(app: ASGIApp, limits: ServerLimits) -> uvicorn.Config:
     protocol = type("Protocol", (GuardedProtocol,), {"limits": limits})
     return uvicorn.Config(
         app,
@@ -102,7 +102,7 @@ def server_config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
     )
 
 
-class Server(uvicorn.Server):
+class SearchServer(uvicorn.Server):
     """uvicorn's own raises a signal again once it has ended: this one ends in peace."""
 
     @contextmanager

@@ -83,6 +83,7 @@ def page(file: str, about: IndexFingerprint, fields: Mapping[str, type], largest
     )
     jinja.filters["quoted"] = json.dumps
     vectors = Path(file)
+    types = {name: kind.__name__ for name, kind in fields.items()}
     # A request may have 2 MB; a number takes at most 24 bytes of one.
     rows = 1_000_000 // (24 * about.dim + largest)
     values = {
@@ -91,7 +92,7 @@ def page(file: str, about: IndexFingerprint, fields: Mapping[str, type], largest
         "beside": vectors.with_suffix(".jsonl").name,
         "dim": about.dim,
         "about": about,
-        "fields": {name: kind.__name__ for name, kind in fields.items()},
+        "fields": types,
         "largest": largest,
         "pinecone_rows": max(1, min(1000, rows)),
     }

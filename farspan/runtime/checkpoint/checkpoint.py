@@ -54,16 +54,16 @@ from farspan.runtime.model.decoder import Decoder
 from farspan.semantics.matrices import block_matrices
 
 #: Bytes in addition to the tensors, at most.
-HEADERS = 2**20
+MAX_HEADER_BYTES = 2**20
 #: The kinds of tensors of a synchronous run, and what each replica has of its own where there are
 #: several.
 MODEL = "model"
 MOMENTUM = "momentum"
 AVERAGE = "average"
-SHARED = (MODEL, MOMENTUM, AVERAGE)
-SECOND = "exp_avg_sq"
-MOMENTS = ("exp_avg", SECOND)
-OWN = ("master", *MOMENTS)
+SHARED_STATE = (MODEL, MOMENTUM, AVERAGE)
+SECOND_MOMENT = "exp_avg_sq"
+MOMENTS = ("exp_avg", SECOND_MOMENT)
+OWN_STATE = ("master", *MOMENTS)
 
 
 def printable(text: str) -> str:
@@ -78,12 +78,12 @@ class Unsaved(Exception):
 def bytes_needed(plan: Plan) -> int:
     """Return the size of one checkpoint: all tensors of it in fp32, and some headers."""
     shapes = shapes_of(plan, kinds_of(plan))
-    return 4 * sum(map(math.prod, shapes.values())) + HEADERS
+    return 4 * sum(map(math.prod, shapes.values())) + MAX_HEADER_BYTES
 
 
 def model_bytes(plan: Plan) -> int:
     """Return the size of the weights alone, and some headers."""
-    return 4 * count_parameters(plan.model) + HEADERS
+    return 4 * count_parameters(plan.model) + MAX_HEADER_BYTES
 
 
 def check_disk(folder: Path, needed: int) -> None:
@@ -299,7 +299,7 @@ def shapes_of(plan: Plan, kinds: Iterable[str] = (MODEL, *MOMENTS)) -> dict[str,
     shapes = dict[str, tuple[int, ...]]()
     for kind in kinds:
         for name, parameter in model.named_parameters():
-            if name not in lacking or not kind.endswith(SECOND):
+            if name not in lacking or not kind.endswith(SECOND_MOMENT):
                 shapes[f"{kind}/{name}"] = tuple(parameter.shape)
     return shapes
 
@@ -316,7 +316,7 @@ def kinds_of(plan: Plan) -> tuple[str, ...]:
         return MODEL, *MOMENTS, *average
     kinds = [MODEL, MOMENTUM, *average]
     for replica in range(len(plan.replicas)):
-        kinds += [replica_kind(replica, kind) for kind in OWN]
+        kinds += [replica_kind(replica, kind) for kind in OWN_STATE]
     return tuple(kinds)
 
 
@@ -338,7 +338,7 @@ def source_kinds(plan: Plan, replica: int, stored: Manifest) -> Mapping[str, tup
     kinds[MOMENTUM] = (MOMENTUM,) if stored.replicas else ()
     kinds["master"] = (MODEL,)
     if stored.replicas == len(plan.replicas):
-        for kind in OWN:
+        for kind in OWN_STATE:
             kinds[kind] = (replica_kind(replica, kind),)
     return kinds
 

@@ -30,7 +30,7 @@ from farspan.runtime.time_budget import BudgetState
 MANIFEST = "manifest.json"
 #: Bytes of a file that one checksum covers: a reader of a part of a tensor reads no more than it
 #: needs and verifies it.
-BLOCK = 2**18
+CHECKSUM_BLOCK_BYTES = 2**18
 #: Slices of one tensor at most.
 MOST_SLICES = 2**12
 #: The range of a number of a manifest: more is damage.
@@ -152,7 +152,7 @@ def checksum_of(progress: object, tensors: object) -> str:
 Ints = tuple[int, ...]
 
 
-class Box(NamedTuple):
+class ElementBox(NamedTuple):
     """A box of a global tensor: where it begins, its shape, and where its elements are in the owned
     range.
 
@@ -177,7 +177,9 @@ class Box(NamedTuple):
         return run.narrow(self.dim, low, high - low)
 
 
-def boxes(part: TensorSlice | None, shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+def boxes(
+    part: TensorSlice | None, shape: Sequence[int], start: int, stop: int
+) -> Iterator[ElementBox]:
     """Yield the boxes of elements [start, stop) of a worker's part of a global tensor; the part has
     this shape."""
     dim = 0
@@ -189,7 +191,7 @@ def boxes(part: TensorSlice | None, shape: Sequence[int], start: int, stop: int)
         offset = first - start
         run = offset, offset + math.prod(run_shape)
         if not run_shape:
-            yield Box((), (), run, (), 0, (0, 1))
+            yield ElementBox((), (), run, (), 0, (0, 1))
             continue
         low = at[dim]
         high = low + run_shape[dim]
@@ -206,7 +208,7 @@ def boxes(part: TensorSlice | None, shape: Sequence[int], start: int, stop: int)
                 size = list(run_shape)
                 size[dim] = b - a
                 cut = a - low, b - low
-                yield Box(tuple(place), tuple(size), run, run_shape, dim, cut)
+                yield ElementBox(tuple(place), tuple(size), run, run_shape, dim, cut)
             part_begin = part_end
 
 

@@ -173,7 +173,7 @@ class _Reader:
 
         def content(kind: str, rank: int, b: int) -> Tensor:
             theirs = manifests[rank]
-            if kind == checkpoint.SECOND and theirs.matrices[b]:
+            if kind == checkpoint.SECOND_MOMENT and theirs.matrices[b]:
                 return torch.zeros(0)
             values = torch.zeros(theirs.sizes[b])
             sources = checkpoint.source_kinds(self._plan, theirs.replica, manifest)

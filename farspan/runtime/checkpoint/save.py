@@ -28,24 +28,24 @@ from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_seconds
 from farspan.runtime.checkpoint import checkpoint
-from farspan.runtime.checkpoint.checkpoint import MODEL, OWN, SHARED, Unsaved
+from farspan.runtime.checkpoint.checkpoint import MODEL, OWN_STATE, SHARED_STATE, Unsaved
 from farspan.runtime.checkpoint.layout import TrainerState, boxes
 from farspan.runtime.checkpoint.restore import kept_by_kind, restore
 from farspan.runtime.checkpoint.stored import OwnedSlice, put_slices, reason
 from farspan.runtime.comm.collective import Group
-from farspan.runtime.comm.sealed import Forged, SealedStream, Server
+from farspan.runtime.comm.sealed import Forged, SealedServer, SealedStream
 from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.state.full_state import Piece
 
 #: Times in a row that a checkpoint is due and cannot be written before the run ends.
 UNSAVED = 3
 #: How often rank 0 looks whether all parts of a checkpoint are there.
-POLL_S = 0.02
+PART_POLL_S = 0.02
 
 
 #: The first word of a worker's question to rank 0, before its rank; and rank 0's answer that the
 #: part is on its disk.
-QUESTION = "part"
+PART_QUESTION = "part"
 WRITTEN = b"+"
 
 
@@ -58,7 +58,7 @@ class SharedFolder:
         self.near = frozenset([0])
         #: On rank 0, the checkpoint that parts of the others belong to.
         self.receiving = path
-        self._server: Server | None = None
+        self._server: SealedServer | None = None
         self._rank_0 = "", 0
         self._met = False
 
@@ -82,7 +82,7 @@ class SharedFolder:
         if len(self.near) < group.world:
             port = 0
             if group.rank == 0:
-                self._server = Server(group.secret, self._receive_part)
+                self._server = SealedServer(group.secret, self._receive_part)
                 port = self._server.port
             self._rank_0 = os.environ["MASTER_ADDR"], int(group.sum(port)[0])
 
@@ -92,7 +92,7 @@ class SharedFolder:
         rank = group.rank
         failed = f"rank 0 could not write the part of rank {rank}"
         try:
-            stream = SealedStream.call(self._rank_0, group.secret, f"{QUESTION} {rank}")
+            stream = SealedStream.call(self._rank_0, group.secret, f"{PART_QUESTION} {rank}")
             with closing(stream):
                 name = checkpoint.part_name(rank)
                 listing = put_slices(slices, name, lambda content: stream.write(bytes(content)))
@@ -107,7 +107,7 @@ class SharedFolder:
     def _receive_part(self, question: str, stream: SealedStream) -> None:
         """Write a part that another worker sends next to rank 0's own."""
         word, _, number = question.partition(" ")
-        if word != QUESTION:
+        if word != PART_QUESTION:
             return
         name = checkpoint.part_name(int(number))
         file = checkpoint.unfinished(self.receiving) / name
@@ -199,7 +199,7 @@ class Checkpointer:
             flats = kept_by_kind(self._executor)
             if self._executor.outer is not None:
                 replica = self._executor.topology.replica_index
-                for kind in OWN:
+                for kind in OWN_STATE:
                     flats[checkpoint.replica_kind(replica, kind)] = flats.pop(kind)
             size = checkpoint.bytes_needed(self._plan)
             try:
@@ -288,7 +288,7 @@ class Checkpointer:
         first = self._executor.topology.replica_index == 0
         slices = list[OwnedSlice]()
         for kind, buckets in flats.items():
-            if kind in SHARED and not first:
+            if kind in SHARED_STATE and not first:
                 continue
             for b, piece in own:
                 flat = buckets[b].reshape(-1)
@@ -358,7 +358,7 @@ class Checkpointer:
         if self._rank != 0:
             return 0, 0.0
         while missing := checkpoint.missing_parts(path, ranks):
-            if ended.wait(POLL_S) and checkpoint.missing_parts(path, ranks):
+            if ended.wait(PART_POLL_S) and checkpoint.missing_parts(path, ranks):
                 raise Unsaved(f"rank {missing[0]} could not write its part")
         with self._group.writing:
             size = checkpoint.commit(path, ranks, state)

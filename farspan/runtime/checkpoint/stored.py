@@ -26,7 +26,7 @@ from torch import Tensor
 from farspan.domain.codec import parse_json
 from farspan.domain.problems import Refusal
 from farspan.runtime.checkpoint.layout import (
-    BLOCK,
+    CHECKSUM_BLOCK_BYTES,
     MANIFEST,
     Corrupt,
     GlobalTensor,
@@ -42,7 +42,7 @@ from farspan.runtime.checkpoint.layout import (
 MOST_HEADER = 2**26
 MOST_MANIFEST = 2**28
 #: A safetensors file begins with the length of its header, little-endian.
-LENGTH = 8
+HEADER_LENGTH_BYTES = 8
 
 
 class OwnedSlice(NamedTuple):
@@ -72,14 +72,14 @@ def put_slices(
         entry = {"dtype": "F32", "shape": list(part.values.shape), "data_offsets": [begin, end]}
         header[key_of(part.name, part.at)] = entry
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % LENGTH)
-    put(len(text).to_bytes(LENGTH, "little") + text)
+    text += b" " * (-len(text) % HEADER_LENGTH_BYTES)
+    put(len(text).to_bytes(HEADER_LENGTH_BYTES, "little") + text)
     listing: Listing = {}
     for part in slices:
         content = memoryview(part.values.numpy().data).cast("B")
         sums = list[str]()
-        for start in range(0, len(content), BLOCK):
-            block = content[start : start + BLOCK]
+        for start in range(0, len(content), CHECKSUM_BLOCK_BYTES):
+            block = content[start : start + CHECKSUM_BLOCK_BYTES]
             sums.append(digest(block))
             put(block)
         shape = tuple(part.values.shape)
@@ -152,7 +152,7 @@ def read_manifest(path: Path) -> Manifest:
         for tensor in manifest.tensors.values():
             for part in tensor.slices:
                 num_sums = len(part.sha256)
-                num_blocks = -(-4 * math.prod(part.shape) // BLOCK)
+                num_blocks = -(-4 * math.prod(part.shape) // CHECKSUM_BLOCK_BYTES)
                 if num_sums != num_blocks:
                     shape = list(part.shape)
                     raise Corrupt(
@@ -220,9 +220,9 @@ class Stored:
         size = 4 * math.prod(part.shape)
         first = start * row_bytes
         last = stop * row_bytes
-        first_block = first // BLOCK
-        block_from = first_block * BLOCK
-        block_to = min(size, -(-last // BLOCK) * BLOCK)
+        first_block = first // CHECKSUM_BLOCK_BYTES
+        block_from = first_block * CHECKSUM_BLOCK_BYTES
+        block_to = min(size, -(-last // CHECKSUM_BLOCK_BYTES) * CHECKSUM_BLOCK_BYTES)
         content = bytearray(block_to - block_from)
         view = memoryview(content)
         descriptor, offset = self._locate_slice(name, part)
@@ -234,8 +234,8 @@ class Stored:
                     raise Corrupt(f"{part.file} ends early")
                 unread = unread[taken:]
         self.read_bytes += len(content)
-        for number, at in enumerate(range(0, len(content), BLOCK), first_block):
-            if digest(view[at : at + BLOCK]) != part.sha256[number]:
+        for number, at in enumerate(range(0, len(content), CHECKSUM_BLOCK_BYTES), first_block):
+            if digest(view[at : at + CHECKSUM_BLOCK_BYTES]) != part.sha256[number]:
                 raise Corrupt(f"{part.file} does not match its checksum")
         numbers = np.frombuffer(content, np.float32, (last - first) // 4, first - block_from)
         shape = (stop - start, *part.shape[1:]) if part.shape else ()
@@ -262,14 +262,14 @@ class Stored:
         if name not in self._open:
             descriptor = open_regular_file(self.path / name)
             self._open[name] = descriptor, {}, 0
-            size = int.from_bytes(os.pread(descriptor, LENGTH, 0), "little")
+            size = int.from_bytes(os.pread(descriptor, HEADER_LENGTH_BYTES, 0), "little")
             file_size = os.fstat(descriptor).st_size
             if size > min(MOST_HEADER, file_size):
                 raise Corrupt(f"{name} has a header beyond its end")
-            header = msgspec.json.decode(os.pread(descriptor, size, LENGTH))
+            header = msgspec.json.decode(os.pread(descriptor, size, HEADER_LENGTH_BYTES))
             if not isinstance(header, dict):
                 raise Corrupt(f"{name} has a header of another shape")
-            self._open[name] = descriptor, header, LENGTH + size
+            self._open[name] = descriptor, header, HEADER_LENGTH_BYTES + size
         return self._open[name]
 
     def __enter__(self) -> Stored:

@@ -11,7 +11,7 @@ MESSAGES = 2**20
 INSIDE = 512
 
 
-class Channel(IntEnum):
+class MessageChannel(IntEnum):
     #: Gradients whose sums are divided over the data axis, and sums between sites.
     SCATTER = 1
     ACROSS = 2

@@ -22,7 +22,7 @@ from farspan.runtime.comm.heartbeat import RTTS, SILENCE_S, Heartbeat, How
 from farspan.runtime.comm.notices import Notices, came
 
 #: Workers may come so far apart: some import torch from a slow disk, or were started by hand.
-START_S = 300.0
+WORKER_START_S = 300.0
 #: An exchange waits this long for a worker that is alive but busy with a long step or with writing
 #: a checkpoint: 24 GB (2 B parameters) at 5 MB/s take 80 minutes. Beyond that the workers wait for
 #: each other.
@@ -32,7 +32,7 @@ BUSY_S = 2 * 3600.0
 GLOO = "gloo"
 NCCL = "cpu:gloo,cuda:nccl"
 #: Rank 0's notice of the port of PyTorch's store.
-STORE = "farspan/store"
+STORE_NOTICE = "farspan/store"
 
 
 def backend(kinds: Iterable[str]) -> str:
@@ -54,7 +54,7 @@ def connect_workers(rank: int, world: int, secret: bytes) -> Notices | None:
         port += os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         with _asking_rank_0(rank):
-            notices.meet(world, port, START_S)
+            notices.meet(world, port, WORKER_START_S)
     except OSError as error:  # TimeoutError is one.
         fact = " ".join(str(error).split())[:300]
         missing = [str(peer) for peer in range(world) if notices.missing([came(peer)])]
@@ -79,16 +79,16 @@ def _connect_store(notices: Notices) -> Store:
     """Return the store through which gloo and NCCL connect. Rank 0 listens where the others have
     met it, and nowhere else."""
     address = os.environ["MASTER_ADDR"]
-    start = timedelta(seconds=START_S)
+    start = timedelta(seconds=WORKER_START_S)
     if notices.rank != 0:
-        port = int(notices.wait([STORE])[0])
+        port = int(notices.wait([STORE_NOTICE])[0])
         return TCPStore(address, port, None, False, start, wait_for_workers=False)
     own = tcp.listen_address(address)
     server = socket.create_server((own, 0))
     _, port = server.getsockname()
     fd = server.detach()
     store = TCPStore(own, port, None, True, start, wait_for_workers=False, master_listen_fd=fd)
-    notices.send_to_all(STORE, str(port))
+    notices.send_to_all(STORE_NOTICE, str(port))
     return store
 
 

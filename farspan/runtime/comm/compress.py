@@ -14,11 +14,11 @@ from torch.nn.functional import pad
 #: scale for 256 adds
 #: 0.8% to 8 bits and 1.6% to 4; blocks of 64 would add four times that to make the steps of
 #:   Gaussian numbers 15% finer.
-BLOCK = 256
+SCALE_ELEMENTS = 256
 SCALE_BYTES = 2
 #: Elements encoded at a time: what lies between the passes stays in a core's own cache (2**20 take
 #: 1.4 times as long on a CPU with 1 MiB of it), and each of the dozen operations has enough to do.
-CHUNK = 2**17
+ENCODE_ELEMENTS = 2**17
 #: The greatest code: codes are symmetric, so that zero is one of them.
 GREATEST = {4: 7, 8: 127}
 #: Smaller steps have no finite inverse, and blocks of zeros none at all.
@@ -65,7 +65,9 @@ class Codec(NamedTuple):
         size = self.encoded_size(len(x))
         if len(data) != size:
             raise ValueError(f"{len(data)} bytes for {len(x)} numbers, which take {size}")
-        return zip(x.split(CHUNK), data.split(self.encoded_size(CHUNK)), strict=True)
+        return zip(
+            x.split(ENCODE_ELEMENTS), data.split(self.encoded_size(ENCODE_ELEMENTS)), strict=True
+        )
 
     def write(self, x: Tensor, data: Tensor) -> Tensor:
         """Encode one chunk (n,) into its bytes -> (n,) decoded numbers, perhaps rounded further."""
@@ -108,7 +110,7 @@ class Codec(NamedTuple):
         return _whole_blocks(steps).mul_(scale_B.unsqueeze(1)).flatten()[:n]
 
     def _scale_bytes(self, n: int) -> int:
-        return -(-n // BLOCK) * SCALE_BYTES if self.bits < 16 else 0
+        return -(-n // SCALE_ELEMENTS) * SCALE_BYTES if self.bits < 16 else 0
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -132,7 +134,7 @@ class ErrorFeedback:
             return codec.encode(x)
         if key not in self.residuals:
             self.residuals[key] = torch.zeros_like(x)
-        residuals = self.residuals[key].split(CHUNK)
+        residuals = self.residuals[key].split(ENCODE_ELEMENTS)
         data = torch.empty(codec.encoded_size(len(x)), dtype=torch.uint8, device=x.device)
         chunks = codec.chunks(x, data)
         for (part, encoded), rest in zip(chunks, residuals, strict=True):
@@ -145,18 +147,18 @@ class ErrorFeedback:
         """Encode in 32 bits with the residual of earlier encodings, so that none remains."""
         if (rest := self.residuals.pop(key, None)) is not None:
             x.add_(rest)
-        return WHOLE.encode(x)
+        return FP32_CODEC.encode(x)
 
 
 #: Rounds nothing.
-WHOLE = Codec(32)
+FP32_CODEC = Codec(32)
 
 
 def _whole_blocks(x: Tensor) -> Tensor:
     """Reshape (n,) to (B, W), the last block filled up with zeros."""
-    if missing := -len(x) % BLOCK:
+    if missing := -len(x) % SCALE_ELEMENTS:
         x = pad(x, (0, missing))
-    return x.reshape(-1, BLOCK)
+    return x.reshape(-1, SCALE_ELEMENTS)
 
 
 def _view_as(data: Tensor, dtype: torch.dtype) -> Tensor:

@@ -30,7 +30,7 @@ LONGEST = 3
 #: A worker that has met the others opens its device, and sends its first beat, within this.
 OPEN_S = 120.0
 #: If rank 0 does not name the lost worker within this, it is rank 0.
-ANSWER_S = 1.5
+RANK_0_ANSWER_S = 1.5
 #: In addition to a round trip, others need this long to learn which worker is lost.
 HEAR_S = 1.0
 #: The rank that was lost and how that was noticed, as the first worker that did has told all.
@@ -108,7 +108,7 @@ class Heartbeat:
         self._ended.set()
         if self._gone and self._watch_thread is not None:
             self._watch_thread.join()
-        self._beat_thread.join(ANSWER_S)
+        self._beat_thread.join(RANK_0_ANSWER_S)
 
     def _send_beats(self) -> None:
         while True:
@@ -184,7 +184,7 @@ class Heartbeat:
         """Report to all workers which one is lost and how, unless another was named before; return
         that one: rank 0 if it does not answer and has named none."""
         try:
-            first = self._notices.send_first(LOST, f"{peer} {how}", ANSWER_S)
+            first = self._notices.send_first(LOST, f"{peer} {how}", RANK_0_ANSWER_S)
         except OSError:  # TimeoutError and ConnectionError are.
             return self._gone[0] if self._gone else (0, how)
         return _parse_loss(first)

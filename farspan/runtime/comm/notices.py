@@ -20,16 +20,16 @@ import msgspec
 from farspan.domain.problems import Refusal
 from farspan.domain.run import ON_STDIN, SECRET_VARIABLE
 from farspan.domain.standard_input import first_line
-from farspan.runtime.comm.sealed import Forged, SealedConnection, SealedStream, Server
+from farspan.runtime.comm.sealed import Forged, SealedConnection, SealedServer, SealedStream
 
 #: Between two calls of rank 0, which may not listen yet.
-POLL_S = 0.1
+CALL_INTERVAL_S = 0.1
 #: A secret has at least this many characters; a launcher's has 64.
 LEAST_SECRET = 16
 #: The key of a beat, which is for the other end of the connection alone and is not kept.
 BEAT = "farspan/beat"
 #: The first word of a worker's question to rank 0, before its rank.
-QUESTION = "notices"
+NOTICES_QUESTION = "notices"
 
 
 def run_secret(world: int) -> bytes:
@@ -92,7 +92,7 @@ class Notices:
         end = time.monotonic() + seconds
         everyone = [came(rank) for rank in range(world)]
         if self.rank == 0:
-            with closing(Server(self.secret, self._accept_worker, port)):
+            with closing(SealedServer(self.secret, self._accept_worker, port)):
                 self.send_to_all(came(0), b"1")
                 self.wait(everyone, seconds)
         else:
@@ -199,7 +199,7 @@ class Notices:
 
     def _accept_worker(self, question: str, stream: SealedStream) -> None:
         word, _, number = question.partition(" ")
-        if word == QUESTION:
+        if word == NOTICES_QUESTION:
             peer = int(number)
             connection = SealedConnection(stream)
             self._add_connection(peer, connection)
@@ -208,14 +208,14 @@ class Notices:
     def _call_rank_0(self, port: int, end: float) -> SealedConnection:
         """Call until rank 0 answers. Raises TimeoutError."""
         reason = "too late"
-        question = f"{QUESTION} {self.rank}"
+        question = f"{NOTICES_QUESTION} {self.rank}"
         while time.monotonic() < end:
             address = os.environ["MASTER_ADDR"], port
             try:
                 return SealedConnection(SealedStream.call(address, self.secret, question))
             except (OSError, Forged) as error:
                 reason = str(error)
-            time.sleep(POLL_S)
+            time.sleep(CALL_INTERVAL_S)
         raise TimeoutError(f"rank 0 has not answered: {reason}")
 
 

@@ -27,13 +27,13 @@ from farspan.runtime.comm import tcp
 #: Bytes of a random number, of a signature, of a length, and of a piece at most.
 NONCE = 16
 SIGNATURE = 32
-LENGTH = 4
-PIECE = 2**20
+FRAME_LENGTH_BYTES = 4
+PIECE_BYTES = 2**20
 #: The server's word to a caller that it answers.
-READY = b"!"
+ACCEPTED = b"!"
 #: No byte for this long, also over a link whose queue is full: the other side is gone.
 QUIET_S = 30.0
-POLL_S = 0.02
+CONNECT_INTERVAL_S = 0.02
 
 
 class Forged(Unexpected):
@@ -78,7 +78,7 @@ class SealedStream:
             line = f"{question}\n".encode()
             signature = sign(secret, b"ask", theirs, ours, line)
             connection.sendall(ours + signature + line)
-            if _read_exactly(stream, 1) != READY:
+            if _read_exactly(stream, 1) != ACCEPTED:
                 raise Forged("the server does not take it")
         except BaseException:
             stream.close()
@@ -100,7 +100,7 @@ class SealedStream:
             line = stream.readline(200)
             if not hmac.compare_digest(signature, sign(secret, b"ask", ours, theirs, line)):
                 raise Forged("what was asked for is not signed with this run's secret")
-            connection.sendall(READY)
+            connection.sendall(ACCEPTED)
         except BaseException:
             stream.close()
             raise
@@ -109,8 +109,8 @@ class SealedStream:
         return line.decode(errors="replace").strip(), ends
 
     def write(self, content: bytes) -> int:
-        for start in range(0, len(content), PIECE):
-            self._send_piece(content[start : start + PIECE])
+        for start in range(0, len(content), PIECE_BYTES):
+            self._send_piece(content[start : start + PIECE_BYTES])
         return len(content)
 
     def end(self) -> None:
@@ -120,7 +120,7 @@ class SealedStream:
     def _send_piece(self, piece: bytes) -> None:
         length = len(piece)
         signature = sign(self._send_key, b"%d" % self._sent_pieces, piece)
-        self.connection.sendall(length.to_bytes(LENGTH, "big") + signature + piece)
+        self.connection.sendall(length.to_bytes(FRAME_LENGTH_BYTES, "big") + signature + piece)
         self.sent += length
         self._sent_pieces += 1
 
@@ -140,8 +140,8 @@ class SealedStream:
             yield piece
 
     def _read_piece(self) -> bytes:
-        length = int.from_bytes(_read_exactly(self._stream, LENGTH), "big")
-        if length > PIECE:
+        length = int.from_bytes(_read_exactly(self._stream, FRAME_LENGTH_BYTES), "big")
+        if length > PIECE_BYTES:
             raise Forged(f"a piece of {length} bytes")
         signature = _read_exactly(self._stream, SIGNATURE)
         piece = _read_exactly(self._stream, length)
@@ -157,7 +157,7 @@ class SealedStream:
         self.connection.close()
 
 
-class Server:
+class SealedServer:
     """Answers callers that hold the secret, at a port where the others reach rank 0.
 
     Each question is answered on a thread of its own. Its connection ends with the answer, also
@@ -179,7 +179,7 @@ class Server:
             try:
                 connection, _ = self._socket.accept()
             except OSError:  # Closed; or the caller has gone, or there are too many.
-                time.sleep(POLL_S)
+                time.sleep(CONNECT_INTERVAL_S)
                 continue
             threading.Thread(target=self._answer_caller, args=(connection,), daemon=True).start()
 

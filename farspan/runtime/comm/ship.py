@@ -30,17 +30,17 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder, RunRecord, make_cache_folder
 from farspan.runtime.comm.notices import Notices
-from farspan.runtime.comm.sealed import PIECE, QUIET_S, SealedStream, Server
+from farspan.runtime.comm.sealed import PIECE_BYTES, QUIET_S, SealedServer, SealedStream
 
 #: Keys of notices.
 OFFER = "farspan/offer"
-SHARED = "farspan/shared"
+SHARED_NOTICE = "farspan/shared"
 #: The files of each part: of a run folder those that a worker reads, and of a corpus.
 PART_FILES = {
     "run": ("plan.json", "run.json", "corpus.json", "tokenizer.json", "estimate.json"),
     "corpus": ("corpus.json", *TOKEN_FILES),
 }
-POLL_S = 0.05
+SHIP_POLL_S = 0.05
 
 
 class ShipmentOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,14 +60,14 @@ def share_files(notices: Notices, rank: int, world: int, run: RunFolder) -> None
         _send_to_all(notices, world, run)
     else:
         _fetch_missing(notices, rank, run)
-    notices.wait([SHARED])
+    notices.wait([SHARED_NOTICE])
 
 
 def _send_to_all(notices: Notices, world: int, run: RunFolder) -> None:
     plan = load(run.plan, Plan)
     corpus = find.require_corpus(run, plan.inputs.corpus)
     shipment = Shipment(run, corpus)
-    with closing(Server(notices.secret, shipment.answer)) as server:
+    with closing(SealedServer(notices.secret, shipment.answer)) as server:
         address = os.environ["MASTER_ADDR"]
         hash_ = plan.inputs.corpus
         offer = ShipmentOffer(plan=plan.hash, corpus=hash_, address=address, port=server.port)
@@ -92,8 +92,8 @@ def _send_to_all(notices: Notices, world: int, run: RunFolder) -> None:
                     fact=f"it has taken nothing of plan and tokens for {QUIET_S:.0f} s",
                     remedy=run.resume(),
                 )
-            time.sleep(POLL_S)
-    notices.send_to_all(SHARED, b"1")
+            time.sleep(SHIP_POLL_S)
+    notices.send_to_all(SHARED_NOTICE, b"1")
 
 
 def _fetch_missing(notices: Notices, rank: int, run: RunFolder) -> None:
@@ -142,7 +142,7 @@ def _fetch_part(offer: ShipmentOffer, part: str, folder: Path, secret: bytes) ->
         address = offer.address, offer.port
         with closing(SealedStream.call(address, secret, part)) as stream:
             receive_files(stream, temporary, lambda name: name in PART_FILES[part])
-            while stream.read(PIECE):  # Up to the last piece.
+            while stream.read(PIECE_BYTES):  # Up to the last piece.
                 continue
         folder.mkdir(exist_ok=True)
         files = list(temporary.iterdir())

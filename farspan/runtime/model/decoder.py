@@ -36,7 +36,7 @@ class Linear(nn.Linear):
         pass
 
 
-class Embedding(nn.Embedding):
+class TokenEmbedding(nn.Embedding):
     """A table without first values, as `Linear`."""
 
     def reset_parameters(self) -> None:
@@ -239,9 +239,9 @@ class Decoder(nn.Module):
         ends = last == spec.layers + 2
         if first == 0 or (ends and spec.tied):
             rows = spec.vocab_size // layouts.shards(TABLE)
-            self.tok = Embedding(rows, spec.d_model)
+            self.tok = TokenEmbedding(rows, spec.d_model)
         if first == 0 and spec.positions == "learned":
-            self.pos = Embedding(spec.context + spec.extra_positions, spec.d_model)
+            self.pos = TokenEmbedding(spec.context + spec.extra_positions, spec.d_model)
         # Filled by name: a stage's blocks have their place in the model as theirs.
         self.blocks = nn.ModuleList()
         for unit in range(max(first, 1), min(last, spec.layers + 1)):

@@ -13,8 +13,8 @@ from torch import Tensor
 
 #: Two rounds of multiplying and shifting 32 bits, found by search for the least bias (Wellons 2018,
 #: "Prospecting for hash functions", lowbias32).
-FIRST = 0x7FEB352D
-SECOND = 0x846CA68B - (1 << 32)
+FIRST_FACTOR = 0x7FEB352D
+SECOND_FACTOR = 0x846CA68B - (1 << 32)
 
 
 class Dropout(NamedTuple):
@@ -41,6 +41,6 @@ class Dropout(NamedTuple):
 
 def mix_bits(x: Tensor) -> Tensor:
     """Return int32 that are as good as drawn at random, one for each of other int32."""
-    x = (x ^ (x >> 16 & 0xFFFF)) * FIRST
-    x = (x ^ (x >> 15 & 0x1FFFF)) * SECOND
+    x = (x ^ (x >> 16 & 0xFFFF)) * FIRST_FACTOR
+    x = (x ^ (x >> 15 & 0x1FFFF)) * SECOND_FACTOR
     return x ^ (x >> 16 & 0xFFFF)

@@ -25,11 +25,11 @@ from farspan.models import Family
 from farspan.runtime.model.decoder import parameter_shapes
 
 #: A safetensors file begins with the length of its header. Entries of 1,024 layers take 3 MB.
-LENGTH = 8
-MAX_HEADER_BYTES = 1 << 24
+LENGTH_BYTES = 8
+MAX_TENSOR_HEADER_BYTES = 1 << 24
 #: Bytes of the index of a sharded model.
 MAX_INDEX_BYTES = 1 << 26
-WEIGHTS = "model.safetensors"
+WEIGHTS_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 HEAD = "lm_head.weight"
 
@@ -99,11 +99,11 @@ def export_model(
             tensor = part.t() if entry.transpose else part
             # Copies, since safetensors refuses shared memory.
             tensors[name] = tensor.clone(memory_format=torch.contiguous_format).to(kind)
-    temporary = folder / f"{WEIGHTS}.tmp"
+    temporary = folder / f"{WEIGHTS_FILE}.tmp"
     save_file(tensors, temporary, metadata={"format": "pt"})
     # safetensors makes files for their owner alone.
     temporary.chmod((folder / "config.json").stat().st_mode)
-    temporary.replace(folder / WEIGHTS)
+    temporary.replace(folder / WEIGHTS_FILE)
 
 
 def read_model(folder: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
@@ -147,8 +147,8 @@ def read_model(folder: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    if (folder / WEIGHTS).exists():
-        return [folder / WEIGHTS]
+    if (folder / WEIGHTS_FILE).exists():
+        return [folder / WEIGHTS_FILE]
     if (folder / INDEX).exists():
         content = read_bytes(folder / INDEX, most=MAX_INDEX_BYTES)
         if len(content) > MAX_INDEX_BYTES:
@@ -170,10 +170,10 @@ def _weight_files(folder: Path) -> list[Path]:
             "model-unsupported",
             what="the weights are pickled, and a pickle can run any code when it is opened",
             where=folder / pickled[0],
-            fact=f"there is no {WEIGHTS}",
+            fact=f"there is no {WEIGHTS_FILE}",
             remedy=f"where you trust the file: {shell_line('python', '-c', convert)}",
         )
-    raise missing_path(folder / WEIGHTS)
+    raise missing_path(folder / WEIGHTS_FILE)
 
 
 class _Index(msgspec.Struct):
@@ -218,8 +218,8 @@ def _read_shapes(path: Path) -> dict[str, list[int]]:
     checks."""
     try:
         with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(LENGTH), "little")
-            if header_bytes > MAX_HEADER_BYTES:
+            header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            if header_bytes > MAX_TENSOR_HEADER_BYTES:
                 raise _misfit(path, f"its header has {header_bytes:,} bytes")
             content = file.read(header_bytes)
             header = msgspec.json.decode(content, type=dict[str, _Entry])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from farspan import models
 from farspan.domain.train import Optimizer
-from farspan.runtime.comm.channels import Channel
+from farspan.runtime.comm.channels import MessageChannel
 from farspan.runtime.comm.messages import Messenger
 from farspan.runtime.comm.scalars import ScalarExchange
 from farspan.runtime.comm.topology import ProcessGroups, Topology
@@ -35,7 +35,7 @@ from farspan.runtime.state.full_state import FullState
 from farspan.runtime.state.matrix_updates import MatrixUpdates
 from farspan.runtime.state.tied_embeddings import TABLE, TiedEmbedding
 from farspan.runtime.state.train_state import WORKING_DTYPES, TrainState
-from farspan.runtime.state.zero_buckets import Bucket, Division
+from farspan.runtime.state.zero_buckets import Bucket, ZeroDivision
 from farspan.semantics.kernel_choice import matrix_precision
 
 
@@ -88,7 +88,7 @@ class Executor:
         table = TABLE if shared else None
         matrices = updates.matrix_names if updates else frozenset[str]()
         data = topology.group("data")
-        division = Division(
+        division = ZeroDivision(
             zero=topology.zero,
             ways=len(data),
             index=data.index(topology.rank),
@@ -117,8 +117,8 @@ class Executor:
             self.param_gather,
             self.spans,
         )
-        self.totals = ScalarExchange(topology, self.messenger, Channel.TOTALS, 2)
-        self.decisions = ScalarExchange(topology, self.messenger, Channel.DECISIONS, 5)
+        self.totals = ScalarExchange(topology, self.messenger, MessageChannel.TOTALS, 2)
+        self.decisions = ScalarExchange(topology, self.messenger, MessageChannel.DECISIONS, 5)
         shapes = parameter_shapes(plan.model)
         self.whole = FullState(topology, self.state, slices, shapes, self.messenger)
         self.tied: TiedEmbedding | None = None

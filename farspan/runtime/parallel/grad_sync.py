@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farspan.runtime.comm import tcp
-from farspan.runtime.comm.channels import Channel, tag
+from farspan.runtime.comm.channels import MessageChannel, tag
 from farspan.runtime.comm.collective import NCCL
-from farspan.runtime.comm.compress import WHOLE, Codec, ErrorFeedback
+from farspan.runtime.comm.compress import FP32_CODEC, Codec, ErrorFeedback
 from farspan.runtime.comm.messages import Messenger, Posted, Sent
 from farspan.runtime.comm.topology import ProcessGroups, Topology
 from farspan.runtime.state.train_state import TrainState
@@ -31,7 +31,7 @@ from farspan.runtime.state.zero_buckets import Bucket, owned_length
 #: Between two looks at what has arrived: longer while nothing comes, as looking takes from what
 #: others compute with.
 SHORTEST_S = 5e-5
-LONGEST_S = 1e-3
+MAX_POLL_S = 1e-3
 #: Bytes of whole gradients under way where each worker keeps only its part of them, without the
 #: newest: beyond that backward passes wait.
 UNDER_WAY = 64 * 2**20
@@ -108,7 +108,7 @@ class GradReducer:
 
     @property
     def _codec(self) -> Codec:
-        return WHOLE if self.settles else self._feedback.codec
+        return FP32_CODEC if self.settles else self._feedback.codec
 
     def forget(self) -> None:
         """Drop the quantization residuals of gradients: they are not to be added to the next
@@ -154,7 +154,7 @@ class GradReducer:
         return [rank for rank in ranks if rank != self._rank]
 
     def _across_tag(self, b: int) -> int:
-        return tag(Channel.ACROSS, self._round * len(self._state.buckets) + b)
+        return tag(MessageChannel.ACROSS, self._round * len(self._state.buckets) + b)
 
     def _on_grad(self, index: int) -> None:
         if self._missing:
@@ -205,7 +205,7 @@ class GradReducer:
                 pause = SHORTEST_S
             else:
                 time.sleep(pause)
-                pause = min(2 * pause, LONGEST_S)
+                pause = min(2 * pause, MAX_POLL_S)
 
     # -- the phases of one bucket: each yields what the next one waits for
     #   ---------------------------------------------
@@ -259,7 +259,7 @@ class GradReducer:
         """Sum parts sent straight to their owner, in the order of ranks: gloo's own scatters the
         sum of all."""
         size = full.numel() // len(self._data)
-        number = tag(Channel.SCATTER, round_ * len(self._state.buckets) + b)
+        number = tag(MessageChannel.SCATTER, round_ * len(self._state.buckets) + b)
         parts = list(full.split(size))
         arriving: list[Posted] = []
         leaving: list[Sent] = []

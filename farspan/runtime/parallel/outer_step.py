@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from farspan.domain.problems import Refusal
-from farspan.runtime.comm.channels import Channel, tag
+from farspan.runtime.comm.channels import MessageChannel, tag
 from farspan.runtime.comm.compress import Codec, ErrorFeedback
 from farspan.runtime.comm.messages import Messenger, Posted
 from farspan.runtime.comm.topology import Topology
@@ -144,8 +144,8 @@ class OuterStep:
         self._count += 1
         codec = self._feedback.codec
         for r, route in self._routes.items():
-            across = tag(Channel.OUTER + r, number)
-            inside = tag(Channel.OUTER + r, number, inside=True)
+            across = tag(MessageChannel.OUTER + r, number)
+            inside = tag(MessageChannel.OUTER + r, number, inside=True)
             receives = []
             for send in route.receives:
                 size = codec.encoded_size(send.stop - send.start)
@@ -183,7 +183,7 @@ class OuterStep:
     def _send_parts(self, r: int, limit: int | None) -> None:
         """Send the next parts to replica `r`, of `limit` bytes or all."""
         leaving = self._coming[r].leaving
-        number = tag(Channel.OUTER + self._replica, self._count - 1)
+        number = tag(MessageChannel.OUTER + self._replica, self._count - 1)
         sent = 0
         while leaving and (limit is None or sent < limit):
             part, target = leaving.popleft()
@@ -235,7 +235,7 @@ class OuterStep:
             content = self._feedback.codec.decode(torch.cat(arrived), elements)
             space.write_range(change, send.start, content)
         self._send_parts(r, None)
-        inside = tag(Channel.OUTER + r, self._count - 1, inside=True)
+        inside = tag(MessageChannel.OUTER + r, self._count - 1, inside=True)
         for send in route.hands:
             content = space.read_range(change, send.start, send.stop)
             self._messenger.send(content, send.target, inside)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farspan.domain.plan import Replica
-from farspan.runtime.comm.channels import Channel, tag
+from farspan.runtime.comm.channels import MessageChannel, tag
 from farspan.runtime.comm.compress import Codec
 from farspan.runtime.comm.messages import Messenger, Posted
 from farspan.runtime.comm.topology import ProcessGroups, Topology
@@ -47,14 +47,16 @@ class StageSends:
         if not topology.first:
             before = s - 1
             ahead = depths[before] + 1
-            self.from_before = self._make_messages(before, Channel.ACTIVATIONS, ahead)
-            self.to_before = self._make_messages(before, Channel.GRADIENTS, ahead)
-            self.evaluated_before = self._make_messages(before, Channel.EVALUATED, EVALUATED_AHEAD)
+            self.from_before = self._make_messages(before, MessageChannel.ACTIVATIONS, ahead)
+            self.to_before = self._make_messages(before, MessageChannel.GRADIENTS, ahead)
+            self.evaluated_before = self._make_messages(
+                before, MessageChannel.EVALUATED, EVALUATED_AHEAD
+            )
         if not topology.last:
             ahead = depths[s] + 1
-            self.to_next = self._make_messages(s, Channel.ACTIVATIONS, ahead)
-            self.from_next = self._make_messages(s, Channel.GRADIENTS, ahead)
-            self.evaluated_next = self._make_messages(s, Channel.EVALUATED, EVALUATED_AHEAD)
+            self.to_next = self._make_messages(s, MessageChannel.ACTIVATIONS, ahead)
+            self.from_next = self._make_messages(s, MessageChannel.GRADIENTS, ahead)
+            self.evaluated_next = self._make_messages(s, MessageChannel.EVALUATED, EVALUATED_AHEAD)
 
     def _make_messages(self, edge: int, channel: int, ahead: int) -> StageMessages:
         return StageMessages(self._topology, edge, channel, ahead, self._groups, self._messenger)
@@ -78,8 +80,9 @@ class StageMessages:
         self._messenger = messenger
         self._channel = channel
         self._ahead = ahead
-        source, target = edge, edge + 1
-        if channel == Channel.GRADIENTS:
+        source = edge
+        target = edge + 1
+        if channel == MessageChannel.GRADIENTS:
             source, target = target, source
         sent_rows = rows_held(replica, source)
         wanted_rows = rows_held(replica, target)

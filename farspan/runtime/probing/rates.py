@@ -27,13 +27,13 @@ from farspan.runtime.device import (
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Seconds that each figure is taken over: several periods of a CPU quota; its pauses are part of
 #: the rate.
-TIMED_S = 0.5
+RATE_S = 0.5
 #: All-reduces of one size that are timed at most.
-MOST = 50
+MAX_ALL_REDUCES = 50
 #: Bytes that are copied to time memory: past any cache. Less where a device has little.
 COPIED = 2**28
 #: An all-reduce that would take longer than this, by a smaller one, is left out.
-LONGEST_S = 20.0
+MAX_ALL_REDUCE_S = 20.0
 
 
 def device_rates(
@@ -85,7 +85,7 @@ def _mean_seconds(work: Callable[[], object], device: torch.device) -> float:
     calls = 0
     began = time.perf_counter()
     spent = 0.0
-    while spent < TIMED_S or calls < 3:
+    while spent < RATE_S or calls < 3:
         work()
         synchronize_device(device)
         calls += 1
@@ -106,7 +106,7 @@ def allreduce_seconds(
     for size in sorted(sizes):
         # Large ones grow with their size, which the time of a small one does not predict.
         largest = max(times, default=0)
-        if largest > 1e6 and times[largest] * size / largest > LONGEST_S:
+        if largest > 1e6 and times[largest] * size / largest > MAX_ALL_REDUCE_S:
             break
         # Gloo keeps a copy of what it sums, and a part of another.
         too_large = 3 * size > free_memory(opened, 2**62)
@@ -124,7 +124,7 @@ def allreduce_seconds(
         seconds()
         # The same number on every rank: over TIMED_S by the slowest one's second try.
         slowest_s = max(group.gather(seconds()))
-        repeats = max(2, min(MOST, round(TIMED_S / slowest_s)))
+        repeats = max(2, min(MAX_ALL_REDUCES, round(RATE_S / slowest_s)))
         taken = [seconds() for _ in range(repeats)]
         # Every rank keeps the same figure, or they would disagree on when to stop.
         times[size] = max(group.gather(statistics.median(taken)))

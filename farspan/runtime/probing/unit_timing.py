@@ -23,9 +23,9 @@ from farspan.runtime.state.train_state import TrainState
 
 #: Seconds that all units' passes are taken over, how many at least, and those before, while memory
 #: is first touched.
-TIMED_S = 1.5
+UNITS_S = 1.5
 LEAST = 8
-WARMUP = 3
+NUM_WARMUP_PASSES = 3
 #: Slow devices make no more than one pass after so many seconds.
 MOST_S = 5.0
 #: A pass that takes longer is not repeated with more rows: time is then in proportion to them.
@@ -34,7 +34,7 @@ LONG_S = 1.0
 BLOCKS = 4
 #: Bytes a parameter of a unit with its state (`TrainState`): weights as made and as used, masters,
 #: gradients, two moments.
-STATE_BYTES: dict[DType, int] = {"fp32": 20, "tf32": 20, "bf16": 22, "fp16": 22}
+UNIT_STATE_BYTES: dict[DType, int] = {"fp32": 20, "tf32": 20, "bf16": 22, "fp16": 22}
 
 
 def unit_times(
@@ -117,7 +117,7 @@ def bytes_needed(
     kept += kept_per_row(graph, graph.block, train, {}, 1, backend)
     passing = rows * kept + logits_bytes(graph, train, rows, load_engine("farspan"))
     # A weight's new gradient is kept in addition to the sum that it is added to.
-    return round(weights * STATE_BYTES[dtype]), round(passing + 4 * largest)
+    return round(weights * UNIT_STATE_BYTES[dtype]), round(passing + 4 * largest)
 
 
 class _Unit:
@@ -167,7 +167,7 @@ def _time_units(units: dict[str, _Unit], tokens: Tensor) -> dict[str, tuple[floa
     passes = 0
     spent = 0.0
     began = time.perf_counter()
-    while spent < TIMED_S or passes < WARMUP + LEAST:
+    while spent < UNITS_S or passes < NUM_WARMUP_PASSES + LEAST:
         if spent > MOST_S and passes > 1:
             break
         x = tokens
@@ -184,6 +184,6 @@ def _time_units(units: dict[str, _Unit], tokens: Tensor) -> dict[str, tuple[floa
         spent = time.perf_counter() - began
     for unit in units.values():
         unit.clear()
-    warmup = min(WARMUP, passes - 1)
+    warmup = min(NUM_WARMUP_PASSES, passes - 1)
     mean = statistics.fmean
     return {name: (mean(forward[name][warmup:]), mean(backward[name][warmup:])) for name in units}

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from farspan.runtime.comm.channels import Channel, tag
+from farspan.runtime.comm.channels import MessageChannel, tag
 from farspan.runtime.comm.collective import gather_bytes
 from farspan.runtime.comm.messages import Messenger, Posted
 from farspan.runtime.comm.topology import Topology
@@ -82,7 +82,7 @@ class FullState:
     def collect(self, flats: Sequence[Tensor], replica: int = 0) -> dict[str, Tensor]:
         """Return the parameters of one replica, whole and on rank 0, from what each worker keeps by
         bucket: masters, moments, or gradients. Empty on other ranks."""
-        number = tag(Channel.FULL_STATE, next(self._rounds))
+        number = tag(MessageChannel.FULL_STATE, next(self._rounds))
         sources = self._first_owners(replica)
         if self._rank != 0:
             for rank, bucket in sources:
@@ -135,7 +135,7 @@ class FullState:
     ) -> None:
         """Fill every worker's buckets (of one replica, or of all) from whole parameters, which rank
         0 gives."""
-        number = tag(Channel.FULL_STATE, next(self._rounds))
+        number = tag(MessageChannel.FULL_STATE, next(self._rounds))
         wanted = []
         for rank, manifest in enumerate(self.manifests):
             if replica in (None, manifest.replica):
@@ -154,11 +154,11 @@ class FullState:
     def send_out(self, ranks: Sequence[int], content: Callable[[int, int], Tensor]) -> None:
         """Fill the buckets of these workers from rank 0, with `content(rank, bucket)`; each of them
         calls `receive`."""
-        self._send_buckets(ranks, content, tag(Channel.HANDED_OUT, next(self._handed)))
+        self._send_buckets(ranks, content, tag(MessageChannel.HANDED_OUT, next(self._handed)))
 
     def receive(self, flats: Sequence[Tensor]) -> None:
         """Fill this worker's buckets with what rank 0 sends."""
-        self._receive_buckets(flats, tag(Channel.HANDED_OUT, next(self._handed)))
+        self._receive_buckets(flats, tag(MessageChannel.HANDED_OUT, next(self._handed)))
 
     def _send_buckets(
         self, ranks: Sequence[int], content: Callable[[int, int], Tensor], number: int

@@ -23,7 +23,7 @@ from farspan.semantics.tensor_sharding import sections
 #: A quintic whose repeated use brings any singular value of (0, 1] to about 1, found for the
 #: steepest rise at 0 (Jordan et al. 2024).
 A = 3.4445
-B = -4.7750
+QUINTIC_B = -4.7750
 C = 2.0315
 #: Keeps a matrix of zeros from being divided by its norm.
 LEAST_NORM = 1e-7
@@ -38,7 +38,7 @@ def orthogonalize(x_AMN: Tensor, iterations: int, dtype: torch.dtype) -> Tensor:
     x_ANM = x_ANM / (norm_A11 + LEAST_NORM)
     for _ in range(iterations):
         y_ANN = x_ANM @ x_ANM.mT
-        y_ANN = torch.baddbmm(y_ANN, y_ANN, y_ANN, beta=B, alpha=C)
+        y_ANN = torch.baddbmm(y_ANN, y_ANN, y_ANN, beta=QUINTIC_B, alpha=C)
         x_ANM = A * x_ANM + y_ANN @ x_ANM
     return (x_ANM.mT if tall else x_ANM).to(x_AMN.dtype)
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from farspan.runtime.comm.channels import Channel, tag
+from farspan.runtime.comm.channels import MessageChannel, tag
 from farspan.runtime.comm.messages import Messenger, Posted
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.state.train_state import TrainState
@@ -51,7 +51,10 @@ class TiedEmbedding:
         self._count = -1
         self._complete = False
         self._released = False
-        ends = [(first.mesh.ranks, Channel.EMBEDDING), (last.mesh.ranks, Channel.HEAD)]
+        ends = [
+            (first.mesh.ranks, MessageChannel.EMBEDDING),
+            (last.mesh.ranks, MessageChannel.HEAD),
+        ]
         if not topology.first:
             ends.reverse()
         (self._mine, self._own_channel), (self._theirs, self._other_channel) = ends

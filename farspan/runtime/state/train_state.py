@@ -18,7 +18,7 @@ from farspan.domain.train import Muon, Optimizer, Precision
 from farspan.runtime.state.matrix_updates import MatrixUpdates
 from farspan.runtime.state.zero_buckets import (
     Bucket,
-    Division,
+    ZeroDivision,
     decay_segment,
     divide_buckets,
     owned_length,
@@ -45,13 +45,13 @@ class TrainState:
         model: nn.Module,
         precision: Precision,
         device: torch.device | None = None,
-        division: Division | None = None,
+        division: ZeroDivision | None = None,
         updates: MatrixUpdates | None = None,
         averaged: bool = False,
     ) -> None:
         """Keep the state of a model; `updates` of the division's matrices, where it has any;
         whether a moving average of the weights is kept."""
-        self.division = division or Division()
+        self.division = division or ZeroDivision()
         self._updates = updates
         old = dict(model.named_parameters())
         self.names = list(old)

@@ -25,7 +25,7 @@ ALIGNED = 64
 
 
 @dataclass(frozen=True)
-class Division:
+class ZeroDivision:
     """How a worker's state is divided: over `ways` workers, this one number `index`, by ZeRO's
     level."""
 
@@ -61,7 +61,7 @@ class Bucket(NamedTuple):
 
 
 def divide_buckets(
-    parameter_names: Sequence[str], shapes: Sequence[torch.Size], division: Division
+    parameter_names: Sequence[str], shapes: Sequence[torch.Size], division: ZeroDivision
 ) -> list[Bucket]:
     """Divide the parameters into buckets of about `bucket_bytes` of fp32 gradient in their order;
     of a unit of the model each where the parameters themselves are divided. What is summed or
@@ -86,7 +86,7 @@ def divide_buckets(
     return buckets
 
 
-def _bucket_key(name: str, division: Division) -> tuple[object, ...]:
+def _bucket_key(name: str, division: ZeroDivision) -> tuple[object, ...]:
     """Return what parameters of one bucket have in common."""
     unit = None
     if division.zero == 3:
@@ -101,7 +101,7 @@ def _bucket_key(name: str, division: Division) -> tuple[object, ...]:
 
 
 def _make_bucket(
-    group: list[int], name: str, shapes: Sequence[torch.Size], division: Division
+    group: list[int], name: str, shapes: Sequence[torch.Size], division: ZeroDivision
 ) -> Bucket:
     tied = name == division.tied
     matrices = name in division.matrices

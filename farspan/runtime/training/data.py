@@ -164,7 +164,7 @@ class Order:
 #: Keys of what else is drawn by sample than the order of windows.
 MASKED = 1 << 32
 REPLACED = 2 << 32
-DROPPED = 3 << 32
+DROPOUT_STREAM = 3 << 32
 
 
 def mask(
@@ -188,5 +188,5 @@ def mask(
 
 def dropout_seeds(sample: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int32]:
     """Draw for each sample the seed of its dropout."""
-    bits = _mix_bits(sample.astype(np.uint64), seed + DROPPED)
+    bits = _mix_bits(sample.astype(np.uint64), seed + DROPOUT_STREAM)
     return bits.astype(np.uint32).view(np.int32)

@@ -18,8 +18,8 @@ from farspan.domain.plan import Replica
 SPREADS = 8.0
 LEAST_NATS = 0.5
 #: Steps that are looked at before anything is judged, and over which the spread is a mean.
-FIRST = 20
-MEMORY = 200
+FIRST_STEPS = 20
+WINDOW_STEPS = 200
 #: Steps on end after which a worker is taken for faulty.
 PATIENCE = 3
 
@@ -63,11 +63,11 @@ class LossOutliers:
         loss, others, deviation = scores[rank]
         threshold = SPREADS * math.sqrt(self._variance)
         is_far = deviation >= threshold and loss - others >= LEAST_NATS
-        if self._seen < FIRST or not is_far:
+        if self._seen < FIRST_STEPS or not is_far:
             self._seen += 1
             squares = sum(score[2] ** 2 for score in scores.values())
             change = squares / len(scores) - self._variance
-            self._variance += change / min(self._seen, MEMORY)
+            self._variance += change / min(self._seen, WINDOW_STEPS)
             self._last = None
             self._steps = 0
             return None

@@ -47,14 +47,13 @@ class LossSums(NamedTuple):
     tt: float = 0.0
 
     def plus(self, other: LossSums) -> LossSums:
-        return LossSums(
-            windows=self.windows + other.windows,
-            tokens=self.tokens + other.tokens,
-            loss=self.loss + other.loss,
-            ll=self.ll + other.ll,
-            lt=self.lt + other.lt,
-            tt=self.tt + other.tt,
-        )
+        windows = self.windows + other.windows
+        tokens = self.tokens + other.tokens
+        loss = self.loss + other.loss
+        ll = self.ll + other.ll
+        lt = self.lt + other.lt
+        tt = self.tt + other.tt
+        return LossSums(windows, tokens, loss, ll, lt, tt)
 
     @property
     def mean(self) -> float:
@@ -77,7 +76,7 @@ class LossSums(NamedTuple):
         return math.sqrt(variance * unread) / self.tokens
 
 
-class Measured(NamedTuple):
+class MeasuredLoss(NamedTuple):
     """A validation's losses: of all windows that it read, and of the sample by which all are
     judged; None of those in between, which read no more. `known` where that sample was read
     before."""
@@ -177,7 +176,7 @@ class Validation:
     # -- what a run does with them
     #   --------------------------------------------------------------------------------------------
 
-    def measure(self, step: int, budget: TimeBudget, *, last: bool) -> Measured | None:
+    def measure(self, step: int, budget: TimeBudget, *, last: bool) -> MeasuredLoss | None:
         """Return the loss on the same windows each time, from where the last validation reads on;
         None where nothing of it is new."""
         began = self._monotonic()
@@ -188,7 +187,7 @@ class Validation:
             sums = self._read_on(sample, budget)
         if known and sums == sample:
             return None
-        return Measured(sums, sample, last, known, self._monotonic() - began)
+        return MeasuredLoss(sums, sample, last, known, self._monotonic() - began)
 
     def read_timed(self, first: int, stop: int, budget: TimeBudget) -> LossSums:
         """Read windows `first` to `stop`, and let the time budget know how long that took."""
@@ -212,7 +211,7 @@ class Validation:
             sums = sums.plus(self.read_timed(sums.windows, sums.windows + more, budget))
         return sums
 
-    def judge(self, step: int, measured: Measured) -> bool:
+    def judge(self, step: int, measured: MeasuredLoss) -> bool:
         """Return whether a validation's sample has the smallest loss so far; a validation that is
         clearly worse than the best adds to the stale ones, any other ends their row."""
         self.step = step
@@ -230,7 +229,7 @@ class Validation:
         state.stale = state.stale + 1 if loss > state.best_loss + noise else 0
         return False
 
-    def report(self, step: int, measured: Measured, best: bool) -> Validated:
+    def report(self, step: int, measured: MeasuredLoss, best: bool) -> Validated:
         """Return the event of a validation; of the last one with its loss on the sample that others
         read."""
         manifest = self._worker.manifest

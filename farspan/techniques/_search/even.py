@@ -60,6 +60,9 @@ def _divides_evenly(task: Task, tensor: int, num_stages: int, splits: dict[str, 
 def _even_stages(
     task: Task, data: int, tensor: int, num_stages: int, zero: Zero, splits: dict[str, str]
 ) -> list[Stage]:
+    rows = (task.train.batch // data,) * data
+    if tensor == 1:
+        splits = {}
     stages = []
     for index in range(num_stages):
         stage = Stage(
@@ -67,8 +70,8 @@ def _even_stages(
             mesh=_mesh(index, data, tensor),
             zero=zero,
             grad_sync=GradSync(bucket_bytes=BUCKET_BYTES),
-            rows=(task.train.batch // data,) * data,
-            splits=splits if tensor > 1 else {},
+            rows=rows,
+            splits=splits,
             recompute=task.train.recompute,
         )
         stages.append(stage)

@@ -28,7 +28,7 @@ EdgeCosts = Mapping[tuple[int, int], Sequence[Sequence[float]]]
 
 
 @dataclass(frozen=True)
-class Choice:
+class StrategyChoice:
     """The chosen strategy of each node, its cost and memory, and the gap to a proven optimum."""
 
     picks: tuple[int, ...]
@@ -51,7 +51,7 @@ def solve(
     memory: Costs | None = None,
     cap: float = math.inf,
     deadline_s: float = 10.0,
-) -> Choice | Infeasible:
+) -> StrategyChoice | Infeasible:
     """Return the cheapest choice under the cap. Infinite costs forbid a strategy.
 
     Raises TimeoutError where the deadline leaves no choice.
@@ -68,7 +68,7 @@ def solve(
         lightest, _ = _optimise(memory or (), _free_edges(edges), None, math.inf, deadline_s)
         return Infeasible(_sum_picked(memory or (), lightest or ()), cap)
     cost = objective(costs, edges, picks)
-    return Choice(picks, cost, _sum_picked(memory or (), picks), gap)
+    return StrategyChoice(picks, cost, _sum_picked(memory or (), picks), gap)
 
 
 def objective(costs: Costs, edges: EdgeCosts, picks: Sequence[int]) -> float:

@@ -19,7 +19,7 @@ MAX_MOVES = 64
 #: each other a device.
 ALL_MOVES = 6
 #: A move pays if it shortens the step by more than rounding.
-MIN_GAIN = 0.9999
+MAX_TIME_RATIO = 0.9999
 
 
 def improved(task: Task, seconds: float, replica: Replica) -> tuple[float, Replica]:
@@ -37,7 +37,7 @@ def improved(task: Task, seconds: float, replica: Replica) -> tuple[float, Repli
 
 
 def _first_better(task: Task, seconds: float, replica: Replica) -> tuple[float, Replica] | None:
-    limit = MIN_GAIN * seconds
+    limit = MAX_TIME_RATIO * seconds
     for other in _neighbours(task, replica):
         if stages_s(other, task.costs) >= limit:
             continue

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from farspan.report.page import TEMPLATES, template_environment
 
-HERE = Path(__file__).parent
+PAGE_FOLDER = Path(__file__).parent
 _KINDS = {".css": "text/css", ".js": "text/javascript"}
 
 
@@ -23,11 +23,11 @@ class Files:
 
 def read_files(name: str) -> Files:
     """Return the files for a run of this name. Colours and type are those of the run's report."""
-    jinja = template_environment(HERE)
+    jinja = template_environment(PAGE_FOLDER)
     look = "".join((TEMPLATES / style).read_text() for style in ("chart.css", "page.css"))
     static = {
         path.name: (path.read_bytes(), _KINDS[path.suffix])
-        for path in HERE.iterdir()
+        for path in PAGE_FOLDER.iterdir()
         if path.suffix in _KINDS
     }
     return Files(
