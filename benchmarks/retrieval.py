@@ -37,7 +37,7 @@ from farspan.retrieval.chunk import chunk_document
 from farspan.retrieval.embed import Embedder
 from farspan.retrieval.evaluate import evaluate, format_evaluation
 from farspan.retrieval.fitting import sides_of
-from farspan.retrieval.index import FitSettings, IndexRecipe
+from farspan.retrieval.index import FitSettings, Recipe
 from farspan.retrieval.pairs import mine_pairs
 from farspan.retrieval.queries import body_of, choose_queries, passage_of, question_lines
 from farspan.runtime import inference
@@ -72,7 +72,7 @@ def measured(path: Path) -> dict[str, Any]:
     bodies = [body_of(document) for document in documents]
     fit = FitSettings()
     queries = choose_queries(documents, bodies, train, SEED)
-    size = min(IndexRecipe().chunk_tokens, trained.model.spec.context - 1)
+    size = min(Recipe().chunk_tokens, trained.model.spec.context - 1)
     chunks = [
         chunk
         for number, document in enumerate(documents)

@@ -35,7 +35,7 @@ CHECKED_FUNCTIONS = {
     "install_command",
     "install_command_there",
     "_setting_unit_remedy",
-    "resume",
+    "resume_command",
     "serve_command",
     "setting_remedy",
 }
@@ -50,7 +50,6 @@ PAIR_FUNCTIONS = {
 ALLOWED_FUNCTIONS = NUMBERS | CHECKED_FUNCTIONS | PAIR_FUNCTIONS
 #: Words of farspan's own, from its tables and constants, by their file.
 OWN_WORDS: dict[str, set[str]] = {
-    "farspan/app/training.py": {"train", "write_report"},  # Another `resume`.
     "farspan/corpus/sources/folder.py": {"extra", "next"},
     "farspan/domain/clusterfile.py": {"example", "key"},
     "farspan/domain/codec.py": {

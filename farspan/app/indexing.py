@@ -65,7 +65,7 @@ def update_index(
     from farspan.planning.quantities import fit_s
     from farspan.retrieval.build import build
     from farspan.retrieval.fitting import Task
-    from farspan.retrieval.index import IndexRecipe
+    from farspan.retrieval.index import Recipe
     from farspan.retrieval.pooling import Processes
     from farspan.retrieval.stores import load as load_store
     from farspan.retrieval.stores import resolve
@@ -75,7 +75,7 @@ def update_index(
 
     require_own_links(run)
     config = load_yaml(run.config, RunConfig)
-    recipe = IndexRecipe(store=store or config.index.store, evaluate=evaluate)
+    recipe = Recipe(store=store or config.index.store, evaluate=evaluate)
     load_store(resolve(recipe.store)[0])
     trained = on_device(load_model(run), device)
     model = trained.model

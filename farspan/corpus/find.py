@@ -62,7 +62,7 @@ def is_corpus(folder: Path, digest: str) -> bool:
 def mending_command(run: RunFolder, folder: Path) -> str:
     """Return the command that mends a damaged corpus of a run: the next start sends a copy
     again."""
-    return run.resume() if folder.name.startswith(SENT) else run.prepare_command()
+    return run.resume_command() if folder.name.startswith(SENT) else run.prepare_command()
 
 
 def sent_name(digest: str) -> str:

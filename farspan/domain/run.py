@@ -235,10 +235,10 @@ class RunFolder:
                 what="the run's folder was deleted or moved while the run was trained",
                 where=self.path,
                 fact=f"{self.path} {gone}; nothing more can be saved",
-                remedy=f"put it back, then: {self.resume()}",
+                remedy=f"put it back, then: {self.resume_command()}",
             )
 
-    def resume(self) -> str:
+    def resume_command(self) -> str:
         """Write the command that resumes the run, on the machine where farspan was asked to
         train."""
         return command("resume", os.environ.get(HOME_VARIABLE, self.path))

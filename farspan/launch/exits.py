@@ -114,7 +114,7 @@ def _problem_from_outside(
     end: WorkerExit, signalled: Mapping[int, str], run: RunFolder, saved: bool
 ) -> Problem:
     """Return what the end of a worker that wrote nothing means to the user."""
-    remedy = run.resume()
+    remedy = run.resume_command()
     words = f"last words: {end.last_words}"
     code = "worker-lost"
     fact = end.fact

@@ -335,7 +335,7 @@ class Workers(ABC):
         raise Refusal.of(cause)
 
     def _interrupted_refusal(self, what: str, fact: str) -> Refusal:
-        remedy = self.run.resume()
+        remedy = self.run.resume_command()
         return Refusal("interrupted", what=what, where=self.run.path, fact=fact, remedy=remedy)
 
     @property

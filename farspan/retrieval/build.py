@@ -46,11 +46,11 @@ from farspan.retrieval.index import (
     OWN_VECTORS,
     PASSAGES,
     SEAL,
+    Fit,
     Index,
-    IndexFit,
     IndexManifest,
-    IndexRecipe,
     Origin,
+    Recipe,
     Table,
     VectorSet,
     field,
@@ -103,7 +103,7 @@ class Embedded:
     vectors: Callable[[Ids], Vectors]
     dim: int
     fitted: npt.NDArray[np.bool_]
-    fit: IndexFit
+    fit: Fit
     evaluation: Evaluation | None
 
 
@@ -260,7 +260,7 @@ def _write_index(
 
 
 def _manifest_of(
-    task: Task, chunked: Chunked, embedded: Embedded, recipe: IndexRecipe, corpus: str
+    task: Task, chunked: Chunked, embedded: Embedded, recipe: Recipe, corpus: str
 ) -> IndexManifest:
     _, location = stores.resolve(recipe.store)
     table = ""
@@ -413,7 +413,7 @@ def _fit_and_embed(task: Task, chunked: Chunked, corpus: str) -> Embedded:
         f"embedding {counted(num_chunks, 'chunk')} of {counted(num_documents, 'document')}"
     )
     embedder, vectors_NE, evaluation = fit_corpus(task, chunked.chunks)
-    fit = IndexFit(
+    fit = Fit(
         id=_fit_id(task, corpus),
         documents=num_documents,
         chunks=num_chunks,

@@ -19,7 +19,7 @@ from farspan.domain.units import counted, format_seconds
 from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.embed import Embedder, Read
 from farspan.retrieval.evaluate import Evaluation, ModelVectors, evaluate
-from farspan.retrieval.index import IndexRecipe, Origin
+from farspan.retrieval.index import Origin, Recipe
 from farspan.retrieval.pairs import mine_pairs
 from farspan.retrieval.pooling import Processes
 from farspan.retrieval.queries import (
@@ -51,7 +51,7 @@ class Task:
     documents: Sequence[Document]
     train: int
     origin: Origin
-    recipe: IndexRecipe
+    recipe: Recipe
     write_line: Callable[[str], None]
     work: IndexWork
     #: Which of the documents are copies, and where exact copies stand; none without it.

@@ -64,7 +64,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tokenizer: str
 
 
-class IndexRecipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How an index is made. `seed` is the untrained model's, the choice of queries' and the
     bootstrap's."""
 
@@ -81,7 +81,7 @@ class IndexRecipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     version: int = 8
 
 
-class IndexFit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Fit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What vectors were fitted to, and the evaluation was made over: documents, and their chunks.
     `k1` and `b` are what BM25 was found best with."""
 
@@ -135,7 +135,7 @@ class IndexManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     to be found by."""
 
     origin: Origin
-    recipe: IndexRecipe
+    recipe: Recipe
     #: Hash of the documents, and the fingerprint of the source that they were read from; empty
     #: where it was not there.
     corpus: str
@@ -152,7 +152,7 @@ class IndexManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     dim: int
     metric: Literal["cosine"] = "cosine"
     table: Table
-    fit: IndexFit
+    fit: Fit
     #: Chunks of today that the fit was made to.
     fitted_chunks: int
     #: What a search can be narrowed by.

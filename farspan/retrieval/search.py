@@ -17,7 +17,7 @@ from farspan.domain.notebook import html_table
 from farspan.domain.problems import Refusal
 from farspan.domain.units import counted
 from farspan.retrieval.chunk import Chunk
-from farspan.retrieval.index import Index, IndexManifest, IndexRecipe
+from farspan.retrieval.index import Index, IndexManifest, Recipe
 from farspan.retrieval.lexical import NAME, content_words, words
 from farspan.retrieval.passages import IndexedDocument
 from farspan.retrieval.rank import (
@@ -246,7 +246,7 @@ def _default_system(manifest: IndexManifest, known: bool) -> tuple[System, str]:
     return "bm25", "hybrid search was not significantly better on tuning queries"
 
 
-def not_evaluated(recipe: IndexRecipe) -> str:
+def not_evaluated(recipe: Recipe) -> str:
     """Return the reason why an index has no evaluation."""
     if recipe.evaluate:
         return "no document has text after its first line"

@@ -226,7 +226,9 @@ def train(
                 f"a signal from outside the run asked it to end; step {trainer.state.step} is "
                 "saved, so no step is lost"
             )
-            preemption = preemption_problem(hosts, where=run.path, fact=fact, remedy=run.resume())
+            preemption = preemption_problem(
+                hosts, where=run.path, fact=fact, remedy=run.resume_command()
+            )
         finish(reason, preemption)
     # All have parted from each other, and what they had is saved.
     if preemption is not None:
@@ -370,7 +372,7 @@ def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: in
             what="a checkpoint changed while it was read",
             where=str(run.checkpoints),
             fact=message[:300],
-            remedy=run.resume(),
+            remedy=run.resume_command(),
         )
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     full = full or "No space left" in message or "Disk quota exceeded" in message
@@ -380,7 +382,7 @@ def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: in
             what="the disk became full while training",
             where=str(run.path),
             fact=message[:300],
-            remedy=f"free some space there, then: {run.resume()}",
+            remedy=f"free some space there, then: {run.resume_command()}",
         )
     host = plan.devices[rank].host if plan else platform.node()
     # gloo raises RuntimeError, whose message alone says so; a store and NCCL have errors of their
@@ -392,7 +394,7 @@ def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: in
         what=f"rank {rank} on {host} failed",
         where=f"{type(error).__name__} in {run.logs}/rank-{rank}.log",
         fact=message[:300] or "no message",
-        remedy=run.resume(),
+        remedy=run.resume_command(),
         cause="exchange" if exchange else "own",
         rank=rank,
         host=host,
@@ -414,7 +416,7 @@ def lost_worker_problem(peer: int, how: How, plan: Plan, run: RunFolder) -> Prob
         code="worker-lost",
         what=f"rank {peer} on {host} was lost",
         where=f"{run.logs}/rank-{peer}.log",
-        remedy=run.resume(),
+        remedy=run.resume_command(),
         rank=peer,
         host=host,
         fact=facts[how],
@@ -430,7 +432,7 @@ def check_plan(plan: Plan, run: RunFolder, rank: int, world: int) -> None:
             what=f"the plan is for {counted(len(plan.devices), 'worker')}, not {world}",
             where=f"rank {rank}",
             fact=f"{world} were started",
-            remedy=run.resume(),
+            remedy=run.resume_command(),
         )
     if wrong := find_flaw(plan):
         raise Refusal(

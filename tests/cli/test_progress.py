@@ -361,7 +361,7 @@ plan = make_plan(1400)
 train = msgspec.structs.replace(plan.train, deadline_s=200.0, most_steps=9000)
 plan = msgspec.structs.replace(plan, train=train)
 with Show(Console(json=False)) as show:
-    show._console.say_facts("13.9 M parameters and " * 9 + " · predicted 1 min 05 s, 1.08 GB")
+    show._console.write_facts("13.9 M parameters and " * 9 + " · predicted 1 min 05 s, 1.08 GB")
     show(Training(plan=plan, forecast=None))
     for event in train_events(plan, first=0, last=1400, at=time.time() - 140, reason="deadline"):
         show(event)

@@ -44,7 +44,7 @@ def starts_of_python(tree: ast.AST) -> Iterator[int]:
             case ast.List(elts=[_, _, *_] as words) | ast.Tuple(elts=[_, _, *_] as words):
                 constants = {word.value for word in words if isinstance(word, ast.Constant)}
                 names = {ast.unparse(word).partition("(")[0] for word in words}
-                if constants & {"-m"} or names & {"sys.executable", "interpreter"}:
+                if constants & {"-m"} or names & {"sys.executable", "host_python"}:
                     yield node.lineno
             case ast.Import(names=names):
                 if any(name.name.startswith("multiprocessing") for name in names):

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 PATIENT = f"from farspan.corpus import _hub; _hub._CONNECT_S = _hub._ANSWER_S = {LIMIT_S}; "
 LOAD = (
     f"{PATIENT}from farspan.corpus import tokenizer; "
-    "print(tokenizer.load('somebody/words').vocab_size)"
+    "print(tokenizer.load_tokenizer('somebody/words').vocab_size)"
 )
 READ = (
     f"{PATIENT}from farspan.corpus.sources import open_source; "

@@ -331,7 +331,9 @@ def test_known_patterns_end_on_hard_texts(pattern: str, monkeypatch: pytest.Monk
 
 
 def test_a_hub_that_cannot_be_reached_is_a_refusal() -> None:
-    code = "from farspan.corpus import tokenizer; tokenizer.load('nobody/no-such-tokenizer')"
+    code = (
+        "from farspan.corpus import tokenizer; tokenizer.load_tokenizer('nobody/no-such-tokenizer')"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "HF_HUB_OFFLINE": "1"},

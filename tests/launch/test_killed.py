@@ -34,10 +34,10 @@ from pathlib import Path
 from farspan.domain.cluster_json import load_cluster_json
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
-from farspan.launch.launchers import launch
+from farspan.launch.launchers import launch_workers
 run, problem = RunFolder(Path(sys.argv[1])), None
 try:
-    with launch(sys.argv[2], run.load_plan(), run, load_cluster_json(run.cluster)) as workers:
+    with launch_workers(sys.argv[2], run.load_plan(), run, load_cluster_json(run.cluster)) as workers:
         signal.signal(signal.SIGUSR1, lambda number, frame: (workers.interrupt(), workers.interrupt()))
         list(workers)
 except Refusal as refusal:

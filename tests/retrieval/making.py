@@ -23,7 +23,7 @@ from farspan.domain.model import ModelSpec
 from farspan.retrieval.build import build
 from farspan.retrieval.embed import Embedder
 from farspan.retrieval.fitting import Task
-from farspan.retrieval.index import Index, IndexManifest, IndexRecipe, Origin
+from farspan.retrieval.index import Index, IndexManifest, Origin, Recipe
 from farspan.retrieval.queries import Query
 from farspan.retrieval.work import IndexWork
 from farspan.runtime.model.decoder import Decoder, initialize_model
@@ -104,7 +104,7 @@ def make(
             documents=documents,
             train=170,
             origin=origin,
-            recipe=IndexRecipe(**recipe),
+            recipe=Recipe(**recipe),
             write_line=say,
             work=work,
             refit=refit,

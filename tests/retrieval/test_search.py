@@ -15,8 +15,8 @@ from farspan.retrieval.fitting import Task
 from farspan.retrieval.index import (
     Index,
     IndexManifest,
-    IndexRecipe,
     Origin,
+    Recipe,
     VectorSet,
     read_manifest,
 )
@@ -38,7 +38,7 @@ TRAIN = 50
 
 def make(path, model, tokenizer, documents, **changes) -> tuple[IndexManifest, list[str]]:
     said: list[str] = []
-    options = {"train": TRAIN, "origin": ORIGIN, "recipe": IndexRecipe()} | changes
+    options = {"train": TRAIN, "origin": ORIGIN, "recipe": Recipe()} | changes
     task = Task(
         path=path,
         model=model,
@@ -111,7 +111,7 @@ def test_equal_index_is_left_as_it_is_and_another_model_or_text_rebuilds_it(
     other, said = make(path, model, tokenizer, documents, origin=Origin(model="m2", tokenizer="t1"))
     assert other.origin.model == "m2" and len(said) > 1
     changed, said = make(
-        path, model, tokenizer, documents[:-1], origin=other.origin, recipe=IndexRecipe(seed=3)
+        path, model, tokenizer, documents[:-1], origin=other.origin, recipe=Recipe(seed=3)
     )
     assert changed.documents == 59 and len(said) > 1
     assert [p.name for p in tmp_path.iterdir()] == ["index"]

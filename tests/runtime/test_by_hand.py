@@ -137,7 +137,7 @@ def named(run: RunFolder, rank: int = 0) -> str:
 def test_rendezvous_with_a_missing_worker_fails_and_reports_how_many_came(tmp_path):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=(3, 3)))
     with by_hand(
-        run, 2, "collective.START_S = 10.0\nif os.environ['RANK'] == '1': sys.exit(0)"
+        run, 2, "collective.WORKER_START_S = 10.0\nif os.environ['RANK'] == '1': sys.exit(0)"
     ) as workers:
         assert workers[0].wait(LIMIT_S) == LOST
     problem = json.loads((run.logs / "rank-0.problem.json").read_text())
@@ -174,12 +174,12 @@ def test_a_plan_that_was_edited_into_one_that_cannot_be_is_refused(tmp_path):
 def test_tokens_that_one_worker_has_otherwise_are_refused(tmp_path):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=(3, 3)))
     other = """
-def fingerprint(tokens, fingerprint=worker.fingerprint):
+def fingerprint(tokens, fingerprint=worker.split_fingerprint):
     tokens = tokens.copy()
     tokens[len(tokens) // 2] ^= int(os.environ["RANK"])
     return fingerprint(tokens)
 
-worker.fingerprint = fingerprint
+worker.split_fingerprint = fingerprint
 """
     with by_hand(run, 2, other) as workers:
         assert workers[0].wait(LIMIT_S) == EXIT_CODES["plan-mismatch"]

@@ -21,9 +21,9 @@ MEMBER = f"""
 import os, signal, sys, time
 import torch
 from farspan.runtime.comm import collective, heartbeat
-from farspan.runtime.comm.collective import Group, meet
+from farspan.runtime.comm.collective import Group, connect_workers
 
-heartbeat.SILENCE_S, heartbeat.BEAT_S, heartbeat.ANSWER_S = {SILENCE_S}, 0.05, 8.0
+heartbeat.SILENCE_S, heartbeat.BEAT_S, heartbeat.RANK_0_ANSWER_S = {SILENCE_S}, 0.05, 8.0
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 SECRET = b"the secret of this run"
 
@@ -37,7 +37,7 @@ def stand_still():
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-with Group(rank, world, torch.device("cpu"), meet(rank, world, SECRET)) as group:
+with Group(rank, world, torch.device("cpu"), connect_workers(rank, world, SECRET)) as group:
     group.watch(lost)
     group.sum(1.0)
 """
@@ -182,7 +182,7 @@ def hear_and_note(self, peer, content):
 heartbeat.Heartbeat._receive_beat = hear_and_note
 if rank == {still}:
     collective.dist.init_process_group = lambda *given, **named: heard.wait() and stand_still()
-Group(rank, world, torch.device("cpu"), meet(rank, world, SECRET), lost)
+Group(rank, world, torch.device("cpu"), connect_workers(rank, world, SECRET), lost)
 """
     with members(3, "", STARTING + program) as started:
         watcher = started[1 - still]
@@ -192,7 +192,7 @@ Group(rank, world, torch.device("cpu"), meet(rank, world, SECRET), lost)
 
 def test_worker_that_cannot_open_its_device_is_named_by_the_others():
     program = """
-met = meet(rank, world, SECRET)
+met = connect_workers(rank, world, SECRET)
 if rank == 1:
     os._exit(5)
 Group(rank, world, torch.device("cpu"), met, lost)
@@ -208,7 +208,7 @@ def test_rank_0_that_exits_while_workers_open_their_devices_is_named():
     program = """
 from farspan.domain.problems import Refusal
 try:
-    met = meet(rank, world, SECRET)
+    met = connect_workers(rank, world, SECRET)
     if rank == 0:
         os._exit(5)
     if rank == 1:
@@ -229,7 +229,7 @@ def test_worker_that_opens_its_device_slowly_is_not_reported_lost():
     """And no longer than that."""
     program = f"""
 heartbeat.OPEN_S = {4 * SILENCE_S}
-met = meet(rank, world, SECRET)
+met = connect_workers(rank, world, SECRET)
 if rank == 1:
     time.sleep({2 * SILENCE_S})
 if rank == 2:

@@ -15,10 +15,10 @@ from farspan.domain.corpus import Place
 from farspan.domain.problems import Refusal
 from farspan.retrieval.index import (
     OWN_VECTORS,
-    IndexFit,
+    Fit,
     IndexManifest,
-    IndexRecipe,
     Origin,
+    Recipe,
     VectorSet,
     unknown_field,
 )
@@ -86,14 +86,14 @@ class ListSearcher:
         names = {name for text in self.texts for name in text.metadata}
         self.manifest = IndexManifest(
             origin=Origin(model="m", tokenizer="t"),
-            recipe=IndexRecipe(evaluate=False),
+            recipe=Recipe(evaluate=False),
             corpus="c",
             source="",
             documents=len(self.texts),
             chunks=len(self.texts),
             sets={OWN_VECTORS: VectorSet(encoder=OWN_VECTORS, dim=DIM, store="qdrant", table="")},
             dim=DIM,
-            fit=IndexFit(id="f", documents=len(self.texts), chunks=len(self.texts), k1=1.5, b=0.75),
+            fit=Fit(id="f", documents=len(self.texts), chunks=len(self.texts), k1=1.5, b=0.75),
             fitted_chunks=len(self.texts),
             fields=("origin", "title", *sorted(names)),
             evaluation=None,

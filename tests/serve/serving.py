@@ -12,7 +12,7 @@ import msgspec
 
 from farspan.domain.problems import Refusal
 from farspan.retrieval.serve.forms import ModelAbout, TextAbout
-from farspan.retrieval.serve.limits import ServerLimits
+from farspan.retrieval.serve.limits import Limits
 from farspan.retrieval.serve.server import Address, serve
 from farspan.retrieval.serve.site import Served
 from tests.serve.library import ListSearcher
@@ -22,7 +22,7 @@ class Setting(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: int = 0
     token: str | None = None
-    limits: ServerLimits = ServerLimits()
+    limits: Limits = Limits()
     #: Opening an index takes so long.
     opening_s: float = 0.0
 

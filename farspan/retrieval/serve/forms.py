@@ -11,7 +11,7 @@ from farspan.domain.problems import Problem
 from farspan.retrieval.index import IndexManifest
 from farspan.retrieval.rank import System
 from farspan.retrieval.search import Result
-from farspan.retrieval.serve.limits import ServerLimits
+from farspan.retrieval.serve.limits import Limits
 
 
 class Search(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,7 +83,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     index: IndexManifest
     fields: tuple[str, ...]
     report: bool
-    limits: ServerLimits
+    limits: Limits
     trouble: Problem | None = None
 
 

@@ -19,7 +19,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from farspan.retrieval.serve.limits import ServerLimits
+from farspan.retrieval.serve.limits import Limits
 from farspan.retrieval.serve.refusals import HttpRefusal
 
 #: What another site may lead a browser to.
@@ -73,7 +73,7 @@ class Entrance:
 class Guard:
     """ASGI middleware: refuse requests of other sites' pages and large heads; add `HEADERS`."""
 
-    def __init__(self, app: ASGIApp, *, entrance: Entrance, limits: ServerLimits) -> None:
+    def __init__(self, app: ASGIApp, *, entrance: Entrance, limits: Limits) -> None:
         self._app = app
         self._cookie = entrance.cookie
         self._names = entrance.host_names
@@ -106,7 +106,7 @@ class Guard:
         await self._app(scope, receive, send_with_headers)
 
 
-def refuse_long_head(scope: Scope, limits: ServerLimits) -> None:
+def refuse_long_head(scope: Scope, limits: Limits) -> None:
     lines = [(scope["raw_path"], scope["query_string"]), *scope["headers"]]
     # A colon, a space and the end of the line.
     size = sum(len(name) + len(value) + 4 for name, value in lines)
@@ -185,7 +185,7 @@ def cross_site(header: str) -> HttpRefusal:
     )
 
 
-def head_too_large(limits: ServerLimits) -> HttpRefusal:
+def head_too_large(limits: Limits) -> HttpRefusal:
     return HttpRefusal(
         431,
         "out-of-range",
@@ -213,7 +213,7 @@ class GuardedProtocol(H11Protocol):
     """uvicorn's HTTP with a time limit for the head of a request, and refusals as JSON."""
 
     #: A subclass sets the server's own.
-    limits = ServerLimits()
+    limits = Limits()
     _timer: asyncio.TimerHandle | None = None
     #: Bytes that are still read after a refusal; None before one.
     _drain_bytes: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
     body_bytes: int = 1_000_000
     #: Of the first line and the headers: a query of `query_chars` fits in any script.
     head_bytes: int = 32_000

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from farspan.domain.problems import Refusal, command
 from farspan.retrieval.serve.app import create_app
 from farspan.retrieval.serve.guard import Entrance, GuardedProtocol
-from farspan.retrieval.serve.limits import ServerLimits
+from farspan.retrieval.serve.limits import Limits
 from farspan.retrieval.serve.searcher import Searcher
 from farspan.retrieval.serve.server_info import remove_server_info, write_server_info
 from farspan.retrieval.serve.site import Served, ServedIndex
@@ -46,7 +46,7 @@ def serve(
     served: Served,
     open_searcher: Callable[[], Searcher],
     report: Callable[[str], None],
-    limits: ServerLimits = ServerLimits(),
+    limits: Limits = Limits(),
 ) -> None:
     """Serve until SIGINT or SIGTERM, then finish the requests that are in flight.
 
@@ -82,7 +82,7 @@ def serve(
     report("ended")
 
 
-def server_config(app: ASGIApp, limits: ServerLimits) -> uvicorn.Config:
+def server_config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
     protocol = type("Protocol", (GuardedProtocol,), {"limits": limits})
     return uvicorn.Config(
         app,

@@ -17,7 +17,7 @@ from farspan.domain.problems import Refusal
 from farspan.retrieval.serve import forms
 from farspan.retrieval.serve.current import Current
 from farspan.retrieval.serve.guard import DRAINED_BODIES
-from farspan.retrieval.serve.limits import ServerLimits
+from farspan.retrieval.serve.limits import Limits
 from farspan.retrieval.serve.refusals import HttpRefusal
 from farspan.retrieval.serve.searcher import Searcher
 from farspan.retrieval.serve.work_threads import WorkThreads
@@ -41,7 +41,7 @@ class ServedIndex:
     """What the routes work with. Close it after use."""
 
     def __init__(
-        self, served: Served, open_searcher: Callable[[], Searcher], limits: ServerLimits
+        self, served: Served, open_searcher: Callable[[], Searcher], limits: Limits
     ) -> None:
         self.served = served
         self.limits = limits
@@ -87,7 +87,7 @@ class ServedIndex:
             raise Refusal.of(msgspec.structs.replace(refusal.problem, what=what)) from None
 
 
-async def read_body(request: Request, limits: ServerLimits) -> bytes:
+async def read_body(request: Request, limits: Limits) -> bytes:
     """Return the body, of at most `limits.body_bytes`, that comes within `limits.body_s`."""
     length = request.headers.get("content-length", "0")
     announced = int(length) if length.isdecimal() else 0
@@ -124,7 +124,7 @@ async def read_body(request: Request, limits: ServerLimits) -> bytes:
     return bytes(body)
 
 
-async def drain_body(request: Request, limits: ServerLimits) -> None:
+async def drain_body(request: Request, limits: Limits) -> None:
     """Read the rest of a body, within limits: a client that still sends does not read an answer."""
     remaining = DRAINED_BODIES * limits.body_bytes
     with suppress(TimeoutError, ClientDisconnect):

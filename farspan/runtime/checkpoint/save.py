@@ -406,7 +406,7 @@ class Checkpointer:
         raise Refusal(
             "disk-full",
             where=self._folder.path,
-            remedy=f"free some space there, then: {run.resume()}",
+            remedy=f"free some space there, then: {run.resume_command()}",
             what=what,
             fact=f"{why}; {state.step} of {state.steps} steps are trained, {self.kept}",
         )

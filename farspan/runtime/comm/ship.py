@@ -90,7 +90,7 @@ def _send_to_all(notices: Notices, world: int, run: RunFolder) -> None:
                     what=f"rank {lost} on {plan.devices[lost].host} was lost",
                     where=f"rank {lost}",
                     fact=f"it has taken nothing of plan and tokens for {QUIET_S:.0f} s",
-                    remedy=run.resume(),
+                    remedy=run.resume_command(),
                 )
             time.sleep(SHIP_POLL_S)
     notices.send_to_all(SHARED_NOTICE, b"1")

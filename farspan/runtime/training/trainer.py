@@ -406,7 +406,7 @@ class Trainer:
             "loss-spike",
             what=f"the loss of one worker is far above the others' for {PATIENCE} steps on end",
             where=where,
-            remedy=self.worker.run.resume(),
+            remedy=self.worker.run.resume_command(),
             fact=(
                 f"{fact}, at step {step + 1}: its memory, processor or copy of the corpus is "
                 "damaged"
