@@ -30,7 +30,7 @@ def selection_task(
     tolerance: float = TOLERANCE,
     few: int = MAX_DEVICES_BEFORE_TRAINING,
 ) -> SelectionTask:
-    """Return what to choose for a run: among all parts of a cluster of up to `few` devices, or of
+    """Return the selection for a run: among all parts of a cluster of up to `few` devices, or of
     one named technique on the whole."""
     from farspan.domain.engine import load_engine
 

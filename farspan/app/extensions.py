@@ -25,7 +25,7 @@ def find_extensions(group: Group) -> dict[str, EntryPoint]:
 def load_extension(
     group: Group, name: str, what: str, *, option: str, code: str, own: tuple[str, ...] = ()
 ) -> Any:
-    """Return what an entry point names. Raises Refusal, which offers the nearest name.
+    """Load the object that an entry point names. Raises Refusal, which offers the nearest name.
 
     `own`: names of the core's own, which are no entry points.
     """

@@ -123,7 +123,7 @@ def price_given(
     plan = plan_on(cluster)
     running = find_engine(plan.engine)
     if not isinstance(document, Plan):
-        # Refuse a device of which nothing gives how fast it computes.
+        # Refuse a device of unknown speed.
         devices = planned_devices(plan, cluster)
         for at, device in zip(plan.devices, devices, strict=True):
             if device.times.units or device.learned.pace != 1.0:

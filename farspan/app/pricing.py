@@ -323,7 +323,7 @@ def rank_rentals(
 
 
 def load_exporter(system: str) -> Exporter:
-    """Return what writes plans for another system; a Refusal offers the nearest one."""
+    """Load the exporter of plans for another system; a Refusal offers the nearest one."""
     from farspan.app.extensions import load_extension
 
     what = f"farspan writes no configuration for {system!r}"

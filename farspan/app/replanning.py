@@ -146,7 +146,8 @@ def _keep_synchronous(given: ParallelConfig, old: Plan) -> ParallelConfig:
 
 
 def _describe_change(run: RunFolder, old: Plan, planned: Planned) -> str:
-    """Return what the new plan changes, in time, money and memory, from the newest checkpoint."""
+    """Describe the changes of the new plan, in time, money and memory, from the newest
+    checkpoint."""
     now = planned.estimate
     before = None
     if run.estimate.exists():

@@ -178,7 +178,7 @@ def _describe_replan(
     rank_slowdowns: dict[int, float],
     link_slowdowns: dict[tuple[str, str], float],
 ) -> str:
-    """Return what the planner would choose if it knew the measured over the assumed compute time
+    """Return the choice of a planner that knows the measured over the assumed compute time
     of ranks, and the same of links between two hosts; "" where it cannot be asked."""
     from farspan import models
     from farspan.domain.engine import load_engine

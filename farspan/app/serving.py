@@ -55,7 +55,7 @@ def serve_index(
 
 
 def describe_served(run: RunFolder) -> Served:
-    """Return what the page and the API show of the run."""
+    """Describe the run for the page and the API."""
     from farspan.domain.model import count_parameters
     from farspan.report.text import model_line
     from farspan.retrieval.serve.forms import ModelAbout, TextAbout

@@ -171,7 +171,7 @@ def build_overview_parser() -> Parser:
 
 
 def help_line(name: str) -> str:
-    """Return what a command's file has as HELP, read without importing it and all that it needs."""
+    """Read HELP of a command's file without importing it and all that it needs."""
     if name in own_names():
         module = f"farspan.cli.commands.{name}"
     else:
@@ -231,7 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def as_refusal(error: BaseException, words: list[str]) -> Refusal:
-    """Return what the end of a command means to its user. Raise again what is a fault of farspan
+    """Return the problem that an error means to the user. Raise a fault of farspan again
     itself."""
     name = " ".join(["farspan", *words[:1]])
     match error:

@@ -119,7 +119,7 @@ _PLAIN_HYPHENS = str.maketrans(dict.fromkeys(_HYPHENS, "-"))
 
 
 def _joining_mark(head: str, tail: str, words: set[str]) -> str | None:
-    """Return what joins two halves of a word in one line: nothing or a hyphen. None where they
+    """Return the joint of two halves of a word in one line: nothing or a hyphen. None where they
     are two words."""
     compound, _, last = head.rpartition("-")
     if not last.isalpha() or not tail.islower():
@@ -169,7 +169,7 @@ class _Joined:
         self._tail = (self._tail + piece[-MAX_WORD_CHARS:])[-MAX_WORD_CHARS:]
 
     def last_word(self) -> str:
-        """Return what stands before a hyphen: letters, with those before the word's other
+        """Return the letters before a hyphen, with those before the word's other
         hyphens."""
         match = _LAST_WORD.search(self._tail)
         assert match is not None

@@ -389,7 +389,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return link
 
     def assumed_network(self, a: str, b: str) -> AssumedNetwork | None:
-        """Return what the network between two hosts is taken to carry where neither the file nor a
+        """Return the assumed network between two hosts where neither the file nor a
         measurement has it; None where they do, or where nothing leads from one to the other.
 
         Inside a site it is that of the known machines whose shape both hosts have; else it is that
@@ -455,7 +455,7 @@ def _known_cards(*ends: tuple[Site, str]) -> list[float]:
 
 
 def _assumed_lan(site: Site, a: str, b: str) -> AssumedNetwork:
-    """Return what two hosts of a site are taken to have: the slower of their known machines'
+    """Return the assumed network of two hosts of a site: the slower of their known machines'
     networks; and UNKNOWN_SITE unless both are known."""
     networks = []
     for host in site.hosts:

@@ -395,7 +395,7 @@ def _description_of(kind: Any) -> str | None:
 
 
 def _explain(problem: str, path: str, kind: Any) -> tuple[str, str]:
-    """Return what is wrong with a value, and how to mend it, by msgspec's message and the type.
+    """Return a value's fault and its remedy, by msgspec's message and the type.
 
     For a broken bound the remedy is the nearest value inside it.
     """
@@ -433,7 +433,7 @@ def _explain(problem: str, path: str, kind: Any) -> tuple[str, str]:
 
 
 def _explain_choice(value: str, allowed: list[str], path_word: str) -> tuple[str, str]:
-    """Return what is wrong with a value that is none of `allowed`, and how to mend it."""
+    """Return the fault of a value that is none of `allowed`, and its remedy."""
     word = value.strip("'")
     missing = not_offered(word, allowed)
     reason = "" if missing is None else f"; {missing.reason}"

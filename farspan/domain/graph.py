@@ -127,8 +127,8 @@ def forward_flops(
 
 
 def recomputed_operators(unit: tuple[Operator, ...]) -> tuple[Operator, ...]:
-    """Return what recomputation runs again of a unit: all but its last operator, of whose output
-    the backward pass needs nothing (PyTorch's checkpoints stop there, and compilers drop it)."""
+    """Return the operators of a unit that recomputation runs again: all but the last, whose output
+    the backward pass does not need (PyTorch's checkpoints stop there, and compilers drop it)."""
     return unit[:-1]
 
 

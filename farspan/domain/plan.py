@@ -89,8 +89,8 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def row_quantum(mesh: Mesh, splits: dict[str, str]) -> int:
-    """Return what divides the sequences of every microbatch: the width of a tensor axis whose ranks
-    share them out."""
+    """Return the number that must divide every microbatch's sequences: the width of a tensor axis
+    that divides them."""
     return mesh.size("tensor") if "b" in splits.values() else 1
 
 
@@ -246,7 +246,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def find_flaw(plan: Plan) -> str:
-    """Return what of a plan cannot be, by itself; empty where all can."""
+    """Return the flaw of a plan by itself; empty where it has none."""
     ranks: list[int] = []
     for replica in plan.replicas:
         for stage in replica.stages:

@@ -21,8 +21,8 @@ Ways = tuple[list[Hop], list[Hop]]
 
 
 def edges(replica: Replica, costs: Costs) -> Ways:
-    """Return what a microbatch's activations take between neighbouring stages, and its gradients
-    back."""
+    """Return the times of a microbatch's activations between neighbouring stages, and of its
+    gradients back."""
     down, up = (
         [
             _hop(costs, costs.stage_sends(replica, i, backward), edge.streams)

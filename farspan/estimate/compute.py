@@ -112,7 +112,7 @@ class DeviceSpeed:
         )
 
     def kernels(self, work: OperatorWork) -> Kernels:
-        """Return what a pass over an operator takes."""
+        """Return the seconds of a pass over an operator."""
         arithmetic = work.flops / self.flops(work.m, work.k, work.n) if work.flops else 0.0
         computing = max(arithmetic, work.bytes / self._bandwidth) + work.unhidden / self._bandwidth
         computing += work.composed / self._composed

@@ -88,7 +88,7 @@ def expected(of: Forecast, share: float = 1.0) -> float:
 
 
 def features(of: Forecast, share: float = 1.0) -> tuple[float, ...]:
-    """Return what the factors a to h belong to."""
+    """Return the features that the factors a to h multiply."""
     tokens = share * of.tokens
     again = max(0.0, tokens / of.unique_tokens - 1)
     useful = 1 + USEFUL_REPEATS * (1 - math.exp(-again / USEFUL_REPEATS))

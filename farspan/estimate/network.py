@@ -149,7 +149,7 @@ class Network:
         )
 
     def assumed(self, hosts: Iterable[str]) -> dict[tuple[str, str], AssumedNetwork]:
-        """Return what is assumed of the networks between these hosts: by a pair of each sort of
+        """Return the assumed networks between these hosts: by a pair of each sort of
         hosts, since all of a site that have the same card and devices have the same."""
         sorts: dict[object, list[str]] = {}
         own = {name for pair in self._own for name in pair}
@@ -264,7 +264,7 @@ class Network:
         return size / wire.rate
 
     def flows_s(self, flows: Sequence[WireFlow], streams: int) -> Hop:
-        """Return what messages that leave at the same time take: each on its own wire, all that
+        """Return the time of messages that leave together: each on its own wire, all that
         share a line after another, and the software of each sender one after another."""
         # Of each pair of hosts the largest message; of each device what goes out and comes in
         # inside its host, by the rate that it goes at.
@@ -381,8 +381,8 @@ class Network:
         return round_trip_s + busy
 
     def _line(self, a: str, b: str) -> tuple[str, ...]:
-        """Return what messages between two ranks' hosts share: the host, a link of their own, the
-        line between their sites, or the way out of the first."""
+        """Return the line that messages between two ranks' hosts share: the host, a link of their
+        own, the line between their sites, or the way out of the first."""
         sites = self._site_of[a], self._site_of[b]
         if a == b or frozenset((a, b)) in self._own:
             return a, b

@@ -308,8 +308,8 @@ def _memory(plan: Plan, costs: Costs) -> tuple[Memory, ...]:
 
 
 def _workload(plan: Plan, costs: Costs, used: list[Device], sent: dict[str, float]) -> Workload:
-    """Return what the run has to do, on the devices `used`; `sent` are bytes of a step that leave a
-    site, by site."""
+    """Return the workload of the run, on the devices `used`; `sent` are bytes of a step that leave
+    a site, by site."""
     train = plan.train
     egress = {site.name: site.egress_usd_per_byte for site in costs.network.cluster.sites}
     return Workload(

@@ -257,8 +257,8 @@ class Costs:
         return took + steps * (2 * turn + others * self.engine.turn_byte_s * part)
 
     def batch_axes(self, stage: Stage, microbatches: int) -> tuple[Communication, ...]:
-        """Return what a stage's batch axes exchange in a step, the sums of its gradients first, and
-        its tensor axis for the update of matrices."""
+        """Return the exchanges of a stage's batch axes in a step, the sums of its gradients first,
+        and of its tensor axis for the update of matrices."""
         matrices, at = self.matrices(stage), self.network.sites.__getitem__
         parameters = self.parameters(stage) + matrices.padding * (
             stage.mesh.size("data") if stage.zero else 1
@@ -414,7 +414,8 @@ class Costs:
         return own + self.matrices(stage).padding
 
     def matrices(self, stage: Stage) -> OwnedMatrices:
-        """Return what a device of a stage updates whole; nothing where AdamW updates all."""
+        """Return the matrices that a device of a stage updates whole; none where AdamW updates
+        all."""
         if not self.train.optimizer.muon:
             return NO_MATRICES
         key = (
@@ -570,11 +571,11 @@ class Costs:
         return buffers, buckets
 
     def _joined(self, rank: int) -> str:
-        """Return what joins a device to others of its host."""
+        """Return the kind of interconnect between a device and others of its host."""
         joined = self.network.devices[rank].sheet.interconnect
         return joined.kind if joined else "pcie"
 
 
 def _figures(device: Device) -> bytes:
-    """Return what of a device decides its times and its memory."""
+    """Return the figures of a device that its times and its memory depend on."""
     return msgspec.json.encode(device.but(enter=None, usd_per_hour=None, origin="given"))

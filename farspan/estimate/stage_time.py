@@ -83,7 +83,7 @@ def _sync(costs: Costs, stage: Stage, microbatches: int) -> SyncTimes:
 
 
 def _exposed(engine: Engine, seconds: float, cover: float, last: float) -> float:
-    """Return what of a series of messages does not hide behind `cover` seconds of arithmetic: at
+    """Return the seconds of a series of messages that `cover` seconds of arithmetic do not hide: at
     least the last one, which is such a share of them."""
     return max(seconds * last, seconds - engine.overlap * cover) if seconds else 0.0
 

@@ -149,7 +149,7 @@ def carried_s(network: Network, ranks: Sequence[int], site: str, size: float) ->
 
 
 def _scattered(costs: Costs, stage: Stage, rounds: float) -> float:
-    """Return what a part takes that each rank of a data axis sums for itself, as passes through
+    """Return the cost of a part that each rank of a data axis sums for itself, as passes through
     memory: it is copied, the others' are added to it, and it goes where the update reads it."""
     ways = stage.mesh.size("data")
     if stage.zero == 0 or ways == 1:

@@ -190,6 +190,6 @@ def _tied(replica: Replica, costs: Costs, ledger: _Ledger) -> None:
 
 
 def _replicas(plan: Plan, costs: Costs, ledger: _Ledger) -> None:
-    """Return what replicas exchange when they meet, spread over the steps between meetings."""
+    """Add the exchange of replicas at their synchronization, spread over the steps between two."""
     if met := meeting(plan, costs.graph.parameters(), costs.engine):
         ledger.communication(met)

@@ -259,7 +259,7 @@ def parse_gpu_row(row: dict[str, str]) -> dict[str, Any]:
 
 
 def wheel() -> dict[str, Any]:
-    """Return what this interpreter's PyTorch is built for and sees; None where it, or farspan, is
+    """Return the build of this interpreter's PyTorch and its devices; None where it, or farspan, is
     not there."""
     words = ["env", "PYTHONSAFEPATH=1", sys.executable, "-m", "farspan.runtime.probe"]
     try:

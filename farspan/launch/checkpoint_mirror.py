@@ -89,7 +89,7 @@ class CheckpointMirror:
             self._changed.notify()
 
     def warnings(self) -> list[str]:
-        """Return what went wrong since the last call."""
+        """Return the failures since the last call."""
         with self._changed:
             warnings = self._warnings
             self._warnings = []

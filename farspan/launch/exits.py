@@ -113,7 +113,7 @@ def cause_of(exits: Sequence[WorkerExit], run: RunFolder, *, saved: bool) -> Pro
 def _problem_from_outside(
     end: WorkerExit, signalled: Mapping[int, str], run: RunFolder, saved: bool
 ) -> Problem:
-    """Return what the end of a worker that wrote nothing means to the user."""
+    """Return the problem of a worker that ended and wrote no problem file."""
     remedy = run.resume_command()
     words = f"last words: {end.last_words}"
     code = "worker-lost"

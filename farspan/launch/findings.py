@@ -77,8 +77,8 @@ def _path_findings(path: HostPath, cluster: Cluster, examined: Examination) -> I
 def _diagnose_failed_path(
     path: HostPath, cluster: Cluster, examined: Examination
 ) -> tuple[str, str]:
-    """Return what is wrong, and its remedy: names, routes and firewalls fail in different ways, and
-    in one direction or in both."""
+    """Return the fault of a path, and its remedy: names, routes and firewalls fail in different
+    ways, and in one direction or in both."""
     a = path.a
     b = path.b
     host_word = shell_word(b)

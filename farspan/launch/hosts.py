@@ -128,8 +128,8 @@ def start_shell(host: Host, text: str, **streams: int) -> subprocess.Popen[bytes
 def ask_shell(
     host: Host, text: str, seconds: float = HOST_ANSWER_S, most: int = MAX_ANSWER_BYTES
 ) -> bytes | None:
-    """Return what a command on a host prints; None where it fails, cannot be started, has not ended
-    by then, or prints more than `most` bytes."""
+    """Return the output of a command on a host; None where it fails, cannot be started, has not
+    ended by then, or prints more than `most` bytes."""
     nothing = subprocess.DEVNULL
     try:
         process = start_shell(host, text, stdin=nothing, stdout=subprocess.PIPE, stderr=nothing)

@@ -137,7 +137,7 @@ class _Measuring(NamedTuple):
     notes: list[str]
 
     def ask(self, host: Host, index: int, query: Query, kind: type[T]) -> T | None:
-        """Return what a device's probe answers; None of one that has failed, now or before."""
+        """Return the answer of a device's probe; None of one that has failed, now or before."""
         if (host.name, index) in self.failed:
             return None
         try:

@@ -105,7 +105,7 @@ class Probe:
         return self.ask(MeasureQuery(device, model, train, precisions, seconds), ProbeResult)
 
     def ask(self, question: Query, kind: type[T]) -> T:
-        """Return what the process answers. Raises Refusal with what failed there, or what ended
+        """Return the answer of the process. Raises Refusal with what failed there, or what ended
         it."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None

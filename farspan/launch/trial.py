@@ -76,7 +76,7 @@ def steps_for(step_s: float, seconds: float = 5.0) -> int:
 
 
 def trial_limits(plan: Plan, cluster: Cluster, step_s: float, steps: int) -> TrialLimits:
-    """Return what a trial of a plan whose step is predicted may take."""
+    """Return the limits of a trial, from the predicted step of its plan."""
     seconds = predicted_s(plan, cluster, step_s, steps)
     return TrialLimits(steps=steps, deadline_s=FIRST_S + MAX_TIME_FACTOR * seconds)
 

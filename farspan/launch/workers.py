@@ -218,7 +218,7 @@ class Workers(ABC):
         return log
 
     def words(self, log: Path) -> str:
-        """Return what a log has taken since it was opened, without what earlier starts wrote."""
+        """Return a log's text since it was opened, without that of earlier starts."""
         content = log.read_bytes() if log.exists() else b""
         return content[self._log_from.get(log, 0) :].decode(errors="replace")
 

@@ -60,8 +60,8 @@ def batch_tokens(run_tokens: float) -> float:
 
 
 def draft_training(config: RunConfig, chosen: ChosenModel, workers: int) -> TrainSpec:
-    """Return what the probe trains to measure this model on one device: all that run.yaml settles
-    by itself; `batch` is the sequences that the device is likely to get at a time."""
+    """Return the training of a probe that measures this model on one device: all that run.yaml
+    settles by itself; `batch` is the sequences that the device is likely to get at a time."""
     asked = config.train
     seq_len = chosen.seq_len
     rows = asked.batch.per_device or FEWEST_BATCH_TOKENS // seq_len

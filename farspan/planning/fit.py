@@ -400,7 +400,7 @@ class RungSearch:
         return max(rooms, key=Room.fill)
 
     def lacking(self, index: int, best: Limit) -> Room | None:
-        """Return what the technique of the answer lacks on a harder rung."""
+        """Return the memory that the technique of the answer lacks on a harder rung."""
         part = ClusterPart(name=best.where, places=best.places)
         if self.ladder.asked == "batch":
             task = self.task(index, part)
@@ -424,8 +424,8 @@ class Miss(NamedTuple):
 
 
 def nearest_miss(ground: Ground, rung: Rung, name: str, part: ClusterPart) -> Miss | None:
-    """Return what one technique lacks on a rung that it does not fit: its plan if every device were
-    just enough larger, in proportion. None where it has no plan however large they are."""
+    """Return the shortfall of a technique on a rung that it does not fit: its plan if every device
+    were just enough larger, in proportion. None where it has no plan however large they are."""
     search = RungSearch(ground, scaled_ladder(rung))
     if search.attempt(0, name, part) is None:
         return None
@@ -497,7 +497,7 @@ def device_rooms(task: Task, priced: Candidate | Limit) -> list[Room]:
 
 
 def host_rooms(task: Task) -> list[Room]:
-    """Return the room of every host whose memory is known."""
+    """Return the room of every host with known memory."""
     rooms = []
     for host in task.cluster.hosts:
         if host.memory is not None:

@@ -126,8 +126,7 @@ def learn_slowdowns(cluster: Cluster, seen: Sequence[Observation]) -> Learned:
 
 
 def _ranks_without_communication(observation: Observation, cluster: Cluster) -> list[int]:
-    """Return the ranks whose passes hold nothing but arithmetic: what they compute shows how fast
-    they are."""
+    """Return the ranks that only compute in their passes: their times show how fast they are."""
     if not observation.compute_s:
         return []
     times = devices(observation.plan, costs_of(observation.plan, cluster))

@@ -82,7 +82,7 @@ def _sum_flops(site: Site) -> float:
 
 
 def _interchange_key(cluster: Cluster, places: tuple[int, ...]) -> object:
-    """Return what makes two parts of one site equal: their hosts with the devices that are used of
+    """Return the key by which two parts of one site are equal: their hosts with the used devices of
     each, and the site's terms. Others are unique, and so are hosts with links of their own."""
     part = cluster.only(places)
     if len(part.sites) > 1 or part.links:

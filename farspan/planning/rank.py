@@ -147,7 +147,7 @@ class _Answers(msgspec.Struct, frozen=True, kw_only=True):
 def objective_key(
     objective: Objective, candidates: Sequence[Candidate], tolerance: float
 ) -> Callable[[Candidate], float]:
-    """Return what the objective orders by; less is better."""
+    """Return the figure that the objective orders by; less is better."""
     if objective in ("cost", "loss_per_dollar"):
         if candidates and all(candidate.estimate.usd is None for candidate in candidates):
             raise Refusal(

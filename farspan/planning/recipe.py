@@ -69,7 +69,7 @@ MOST_KEPT = 0.9999
 
 
 def studied_recipe(epochs: float, steps: int) -> TrainingRecipe:
-    """Return what was best for a text that is read in these epochs and steps (docs/log.md)."""
+    """Return the best settings for a text that is read in these epochs and steps (docs/log.md)."""
     decay = 0.1 if epochs <= 1 else round(DECAY * math.sqrt(min(epochs, MAX_RECIPE_EPOCHS)), 2)
     average = 0.0
     if epochs > FRESH_EPOCHS:
@@ -159,8 +159,8 @@ def apply_recipe(
 
 
 def drafted_optimizer(asked: TrainConfig, count: int) -> Optimizer:
-    """Return what a probe trains a model of `count` parameters with: Muon where it is asked for or
-    may be chosen."""
+    """Return the optimizer of a probe for a model of `count` parameters: Muon where it is asked for
+    or may be chosen."""
     own = asked.optimizing
     plain = own.kind == "adamw" or (own.kind == "auto" and asked.recipe == "plain")
     lr = peak_rate(count) if own.lr == "auto" else own.lr

@@ -24,8 +24,8 @@ def count_cores() -> int:
 def side_by_side(
     work: Callable[[T], R], items: Sequence[T], processes: int, kind: type[R]
 ) -> list[R]:
-    """Return what `work` makes of each item, of this kind, in their order, by these processes; a
-    free one takes the next.
+    """Return the results of `work` on the items, of this kind, in their order, by these processes;
+    a free one takes the next.
 
     A process that cannot fork safely does it all alone: on systems other than Linux, and with other
     threads, whose locks a fork would find taken. What a fork could not do, as it was ended, is done
@@ -55,7 +55,7 @@ def side_by_side(
 
 
 def _work_on_tickets(work: Callable[[T], R], items: Sequence[T], tickets: int) -> dict[int, bytes]:
-    """Return what this process makes of the items whose tickets it draws, encoded."""
+    """Return this process's results for the items whose tickets it draws, encoded."""
     done: dict[int, bytes] = {}
     while ticket := os.read(tickets, 2):
         place = int.from_bytes(ticket, "big")

@@ -257,7 +257,7 @@ def _join_few(texts: Sequence[str]) -> str:
 
 
 def _list_unused(cluster: Cluster, places: Sequence[int]) -> list[tuple[str, set[int]]]:
-    """Return what of a cluster is left out, in the largest pieces: sites, hosts of used sites,
+    """Return the unused parts of a cluster, in the largest pieces: sites, hosts of used sites,
     devices of used hosts."""
     pieces: list[tuple[str, set[int]]] = []
     place = 0

@@ -59,7 +59,7 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """Return what takes longer or less long than predicted: `compute of rank 2`."""
+        """The part that departs from its prediction: `compute of rank 2`."""
         return f"{LABELS[self.what]} {self.who}"
 
 

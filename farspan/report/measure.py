@@ -14,7 +14,7 @@ from farspan.report.history import RunHistory
 
 
 def measure_run(run: RunHistory) -> Measurement | None:
-    """Return what `run` took so far, or None before its first step.
+    """Measure the times and memory of `run`; None before its first step.
 
     Times and rates are medians over the steps that count (`History.timed`). TFLOP/s a device and
     MFU follow `domain.model.train_flops_per_token`; MFU is None where the device's peak is unknown.

@@ -100,7 +100,7 @@ def plan_page(shown: Picture | None, text: PageText) -> str:
 
 
 def drawing_words() -> dict[str, Any]:
-    """Return what the picture of a cluster in `template/plan.svg` uses."""
+    """Return the functions and tables that `template/plan.svg` uses."""
     return {
         "rows_line": plan_picture.rows_line,
         "stage_line": plan_picture.stage_line,

@@ -123,7 +123,7 @@ def timeline(shown: Picture, width: int) -> Iterator[Line]:
 
 
 def legend(marks: Iterable[Mark], nothing: str) -> str:
-    """Return what the glyphs of these marks mean, and what no mark does."""
+    """Return the meaning of the glyphs of these marks, and of no mark."""
     used = {mark.kind for mark in marks}
     meanings = [
         f"{OTHERS.get(kind, '')}{GLYPHS[kind]} {WORDS.get(kind, kind)}"

@@ -37,7 +37,7 @@ class Traces:
         self.steps: list[int] = sorted(set.intersection(*shared)) if shared else []
 
     def of(self, rank: int, step: int) -> tuple[Traced, Step]:
-        """Return what a rank recorded of a step."""
+        """Return a rank's record of a step."""
         return self._spans[rank][step], self._steps[rank][step]
 
     def marks(self, rank: int, step: int) -> tuple[Mark, ...]:

@@ -91,7 +91,7 @@ class Processes:
     def pooled(
         self, model: Decoder, weights_V: Tensor, end: int, batches: Sequence[Sequence[Tensor]]
     ) -> Iterator[Tensor]:
-        """Yield what `pool_batch` returns for each batch, in order."""
+        """Yield the result of `pool_batch` for each batch, in order."""
         with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
             _write_model(Path(folder), model, weights_V)
             tasks = (

@@ -132,8 +132,8 @@ def batch_axes(
     at: Place,
 ) -> tuple[Communication, ...]:
     """Return sums of gradients and gathers of weights, as often as ZeRO's level asks for them
-    (arXiv 1910.02054), of a stage whose devices hold `parameters` each; `at(rank)` is
-    a rank's site."""
+    (arXiv 1910.02054), of a stage with `parameters` on each device; `at(rank)` is a
+    rank's site."""
     if stage.zero == 0:
         summed_gradients = _summed(graph, stage, engine, parameters, at)
     else:

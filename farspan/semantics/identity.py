@@ -14,7 +14,7 @@ from farspan.domain.plan import Plan
 
 
 def plan_key(plan: Plan) -> str:
-    """Return what decides a plan's seconds a step on a cluster: its hash without the run's length,
+    """Return the key of a plan's seconds a step on a cluster: its hash without the run's length,
     schedule, inputs, and what the cluster calls its devices."""
     train, devices = (
         plan.train,
@@ -37,14 +37,14 @@ def plan_key(plan: Plan) -> str:
 
 
 def training_key(plan: Plan) -> str:
-    """Return what two plans must share so that one resumes from the other's checkpoint: model,
-    text, and all that decides the loss of synchronous steps. How the work is divided, and how often
-    is saved and validated, may differ."""
+    """Return the key that two plans must share so that one resumes from the other's checkpoint:
+    model, text, and all that decides the loss of synchronous steps. How the work is divided, and
+    how often is saved and validated, may differ."""
     return content_hash(*_training(plan).values())
 
 
 def unlike_training(plan: Plan, other: Plan) -> list[str]:
-    """Return what of the training two plans do not share, as run.yaml calls it."""
+    """Return the keys of run.yaml by which the training of two plans differs."""
     mine, theirs = _training(plan), _training(other)
     return sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
 
@@ -86,7 +86,7 @@ def cluster_hash(cluster: Cluster) -> str:
 
 
 def identity(cluster: Cluster) -> str:
-    """Return what a plan knows its cluster by: its sites, hosts and devices. How fast these are,
+    """Return the cluster's identity for a plan: its sites, hosts and devices. How fast these are,
     and the links between them, is measured and learned again, and the plan priced by it."""
     devices = [
         (site.name, host.name, device.kind, device.backend, device.slot.threads)

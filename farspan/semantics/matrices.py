@@ -167,7 +167,7 @@ def _size(matrix: Matrix, ways: int) -> int:
 
 
 def _kind(split: str, tensor: int) -> str:
-    """Return what a tensor axis does to a parameter: nothing, or all have a summand of its
+    """Return the effect of a tensor axis on a parameter: nothing, or all have a summand of its
     gradient, or a part of it."""
     return "copied" if tensor == 1 or not split else "summed" if split == "b" else "divided"
 

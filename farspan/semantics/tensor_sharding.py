@@ -107,7 +107,7 @@ UNDIVIDED = OperatorDivision()
 
 
 def divided(op: Operator, split: str, ways: int, residual: str = COPY) -> OperatorDivision:
-    """Return what one device of `ways` does of an operator that is split over a dim, where the
+    """Return the part that one device of `ways` does of an operator split over a dim, where the
     residual stream is split over `residual`."""
     plan, each = strategy(op, split), 1 / ways
     return OperatorDivision(
@@ -127,7 +127,7 @@ def returns_to_residual(op: Operator) -> bool:
 
 
 def sections(graph: OpGraph, dims: str) -> tuple[int, ...]:
-    """Return what a tensor of these dims is made of along the dim that an operator divides: q, k
+    """Return the sections of a tensor of these dims along the dim that an operator divides: q, k
     and v; gate and value."""
     if "c" in dims:
         return graph.sizes["r"], graph.sizes["e"], graph.sizes["e"]

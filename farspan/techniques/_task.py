@@ -131,7 +131,7 @@ class Task:
         )
 
     def _edge(self, a: int, b: int) -> Edge:
-        """Return the edge between stages whose neighbours are these ranks.
+        """Return the edge between the stages of two ranks.
 
         Activations are quantized only between sites.
         """

@@ -99,7 +99,7 @@ def best_pipeline(task: Task) -> Timed | None:
 def _priced_solutions(task: Task, max_starts: int) -> list[Timed]:
     """Return at least the `max_starts` fastest solutions of the stage search, fully priced.
 
-    They keep the order of their objectives. A replica whose lower bound exceeds those is not
+    They keep the order of their objectives. A replica with a lower bound above those is not
     simulated.
     """
     max_solutions = MAX_PRICED if len(task.ranks) <= EVERY_RUN else MAX_PRICED_ON_MANY
@@ -249,7 +249,7 @@ def orders(task: Task) -> list[tuple[int, ...]]:
 
 
 def _link_key(task: Task, a: int, b: int) -> tuple[object, ...]:
-    """Return what the time of messages between two ranks depends on."""
+    """Return the key that the time of messages between two ranks depends on."""
     wire = task.costs.network.wire(a, b, collective=False, streams=task.streams(a, b))
     is_local = wire.sites[0] == wire.sites[1]
     return wire.delay_s, wire.rate, wire.line, wire.timed, is_local

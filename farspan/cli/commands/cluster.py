@@ -69,7 +69,7 @@ def _list_known(console: Console) -> None:
 
 
 def _list_unknown(cluster: Cluster) -> list[str]:
-    """Return what the planner needs and the cluster file does not give."""
+    """Return the figures that the planner needs and the cluster file does not give."""
     unknown = []
     hosts = [host.name for host in cluster.hosts]
     for a, b in combinations(hosts, 2):

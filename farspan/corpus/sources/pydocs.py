@@ -112,7 +112,7 @@ def _find_files() -> Iterator[tuple[str, str]]:
 
 
 def _parse_file(path: str, module: str) -> tuple[_Pairs, _Pairs]:
-    """Return what a file documents, as (qualified name, docstring), and imports, as (name there,
+    """Return a file's docstrings, as (qualified name, docstring), and its imports, as (name there,
     name here)."""
     with warnings.catch_warnings(action="ignore"):
         try:

@@ -190,7 +190,7 @@ class Launch(Workers):
         yield self._start_driver(head, where, token, rendezvous.secret)
 
     def failures(self, process: Process) -> list[WorkerExit]:
-        """Return what the driver saw of workers that failed."""
+        """Return the driver's records of workers that failed."""
         path = self.run.logs / EXITS
         return load(path, list[WorkerExit]) if path.exists() else super().failures(process)
 

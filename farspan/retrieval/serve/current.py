@@ -52,7 +52,7 @@ class Current:
             yield entry.searcher
 
     def once(self, name: str, make: Callable[[Searcher], Any]) -> Any:
-        """Return what `make` returns, made once for each index."""
+        """Return the result of `make`, which is called once for each index."""
         with self._lease_index() as entry:
             if name not in entry.kept:
                 entry.kept[name] = make(entry.searcher)

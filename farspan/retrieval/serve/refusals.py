@@ -181,7 +181,7 @@ def handle_errors(
 
 
 def invalid_parameter(error: dict[str, Any], path: str) -> Problem:
-    """Return what FastAPI finds wrong with a parameter of an address, for a person."""
+    """Return FastAPI's objection to a parameter of an address, for a person."""
     name = str(error["loc"][-1])
     limits = error.get("ctx", {})
     bound = limits.get("le", limits.get("ge"))

@@ -208,7 +208,7 @@ def read_filters(request: Request) -> dict[str, str]:
 
 
 async def _ask_for_passage(site: ServedIndex, work: Any) -> Any:
-    """Return what `work` makes of a passage; 404 where there is no such passage."""
+    """Run `work` on a passage; 404 where there is no such passage."""
     try:
         return await site.ask(work)
     except Refusal as refusal:

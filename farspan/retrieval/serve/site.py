@@ -55,7 +55,7 @@ class ServedIndex:
         )
 
     async def ask(self, work: Callable[[Searcher], T], threads: WorkThreads | None = None) -> T:
-        """Return what `work` makes of today's index, on one of `threads` (searching)."""
+        """Run `work` on today's index, on one of `threads` (searching)."""
 
         def lease() -> T:
             with self.current.lease() as searcher:

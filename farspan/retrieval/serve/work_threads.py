@@ -47,7 +47,7 @@ class WorkThreads:
         self._mean_s = 0.0
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns, from a thread. Raises QueueFull at once, and TooSlow.
+        """Run `work` in a thread, and return its result. Raises QueueFull at once, and TooSlow.
 
         Work that is too slow keeps its thread until it ends. anyio's own threads would be
         released at the time limit, and would keep the process alive at its end.

@@ -89,7 +89,8 @@ class SealedStream:
 
     @classmethod
     def take(cls, connection: socket.socket, secret: bytes) -> tuple[str, SealedStream]:
-        """Return what a caller asks for, and the server's end. Raises OSError or Forged."""
+        """Return a caller's request, and the server's end of the connection. Raises OSError or
+        Forged."""
         connection.settimeout(QUIET_S)
         ours = os.urandom(NONCE)
         stream = connection.makefile("rb")
@@ -214,7 +215,7 @@ class SealedConnection:
         self._unsent.put(message)
 
     def messages(self) -> Iterator[bytes]:
-        """Yield what the other side sends until the connection ends, which a piece that is not
+        """Yield the other side's data until the connection ends, which a piece that is not
         signed for its place ends, too."""
         try:
             with suppress(OSError, Forged):

@@ -348,7 +348,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def row_losses(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
-        """Return what `finish` does, summed over each row alone (B,). No gradient follows."""
+        """Return the losses of `finish`, summed over each row alone (B,), without a gradient."""
         layouts = self.layouts
         x_BSD = self._normalize(x_BSD)
         targets_here = layouts.between(targets_BS, TOKENS, "loss")

@@ -113,7 +113,7 @@ class VocabularyShard(NamedTuple):
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return what sums and exponentials are computed in: fp32 at least."""
+    """Return the dtype of sums and exponentials: fp32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -308,7 +308,7 @@ def head_losses(
 def logits_losses(
     logits_NV: Tensor, targets_N: Tensor, shard: VocabularyShard | None = None
 ) -> Tensor:
-    """Return what `head_losses` does, of logits that are there."""
+    """Return the results of `head_losses` for logits that are computed already."""
     step = _rows_at_once(logits_NV)
     if shard is not None:
         index_N1, here_N1 = _locate_targets(targets_N, shard, logits_NV.shape[1])

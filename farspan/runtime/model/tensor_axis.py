@@ -190,7 +190,7 @@ def _convert(x: Tensor, source: str, target: str, edge: OperatorEdge, axis: Tens
 def operator_edges(
     graph: OpGraph, units: tuple[int, int], splits: Mapping[str, str]
 ) -> dict[tuple[str, str], OperatorEdge]:
-    """Return what must be converted between operators, by the names of writer and reader. The first
+    """Return the edges between operators that need a conversion, by writer and reader. The first
     operator of a unit reads the residual stream, which those that `returns_to_residual` write."""
     residual = splits.get(RESIDUAL, COPY)
     pairs = {}
@@ -328,7 +328,7 @@ class Layouts:
         return self.axis.size if table in self.slices else 1
 
     def between(self, x: Tensor, writer: str, reader: str) -> Tensor:
-        """Return what `writer` wrote (...), as `reader` reads it."""
+        """Convert a tensor (...) from the layout of `writer` to that of `reader`."""
         edge = self._edges.get((writer, reader))
         return x if edge is None else Convert.apply(x, edge, self.axis)
 

@@ -220,8 +220,8 @@ class OuterStep:
         self._state.publish()
 
     def _receive_change(self, r: int, route: _Route) -> Tensor:
-        """Return what replica `r` changed, of what this worker owns; handed on to those of its site
-        that own it too."""
+        """Return replica `r`'s change of the parameters that this worker owns; pass it on to those
+        of its site that own it too."""
         space = self._space
         change = torch.zeros(space.size)  # What fills up a bucket comes from nobody.
         exchange = self._coming[r]

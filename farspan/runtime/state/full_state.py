@@ -181,7 +181,7 @@ class FullState:
             flat.copy_(receive.wait())
 
     def _fill_bucket(self, rank: int, b: int, whole: Mapping[str, Tensor]) -> Tensor:
-        """Return what a worker owns of one of its buckets."""
+        """Return a worker's own part of one of its buckets."""
         manifest = self.manifests[rank]
         content = torch.zeros(manifest.sizes[b])
         for piece in manifest.pieces[b]:

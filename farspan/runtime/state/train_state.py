@@ -200,8 +200,8 @@ class TrainState:
         return flats[b][start : start + shape.numel()].view(shape)
 
     def owned(self, index: int) -> tuple[int, int, slice]:
-        """Return what this worker owns of parameter `index`, flattened: [start, stop), and where in
-        its bucket's own part."""
+        """Return this worker's part of parameter `index`, flattened: [start, stop), and its place
+        in its bucket's own part."""
         b, start = self.home[index]
         own = self.buckets[b].own
         low = max(start, own.start)

@@ -87,7 +87,7 @@ def divide_buckets(
 
 
 def _bucket_key(name: str, division: ZeroDivision) -> tuple[object, ...]:
-    """Return what parameters of one bucket have in common."""
+    """Return the properties that the parameters of one bucket have in common."""
     unit = None
     if division.zero == 3:
         unit = tuple(name.split(".")[: 2 if name.startswith("blocks.") else 1])
