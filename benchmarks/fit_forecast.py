@@ -1,5 +1,5 @@
-"""Fit the expected loss (farspan/estimate/forecast.py) on runs of the recipe, and judge it by texts
-that no fit saw.
+"""Fit the expected loss (farspan/estimate/loss_forecast.py) on runs of the recipe, and judge it by
+texts that no fit saw.
 
     python -m benchmarks.fit_forecast [--count WORK] [--pack CORPUS.npz ...]
 
@@ -33,7 +33,7 @@ from farspan.domain.corpus import CorpusManifest
 from farspan.domain.forecast import Counted, Forecast
 from farspan.domain.run import RunFolder
 from farspan.domain.train import Schedule
-from farspan.estimate import forecast as law
+from farspan.estimate import loss_forecast as law
 from farspan.planning.recipe import studied_recipe
 from farspan.planning.size import FRESH_EPOCHS
 

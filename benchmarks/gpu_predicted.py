@@ -22,7 +22,7 @@ from farspan.domain.cluster import Cluster, Device, Host, Site
 from farspan.domain.engine import load_engine
 from farspan.domain.model import ModelSpec
 from farspan.domain.train import Muon, Optimizer, TrainSpec
-from farspan.estimate.price import estimate
+from farspan.estimate.estimate_plan import estimate
 from farspan.planning.size import shape_for
 
 #: Seconds that one shape may take, and that are left when no further one is begun.

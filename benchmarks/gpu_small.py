@@ -17,7 +17,7 @@ from gpu_step import TINY, plan_of
 
 from farspan.domain.codec import save
 from farspan.domain.corpus import CorpusManifest, Split
-from farspan.domain.epoch import Epoch
+from farspan.domain.epoch_fence import Epoch
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Plan
 from farspan.domain.results import Step, read_events

@@ -39,7 +39,7 @@ from farspan.app.resolving import PROBE_S
 from farspan.domain.cluster import Cluster
 from farspan.domain.plan import Plan
 from farspan.domain.trial import Trial
-from farspan.launch.probe import Probe
+from farspan.launch.probe_client import Probe
 from farspan.launch.trial import run_trial, steps_for, trial_limits
 from farspan.planning import model_speed
 from farspan.planning.select import SelectionTask, select_by_trials

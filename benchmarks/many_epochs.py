@@ -37,9 +37,9 @@ from farspan.planning.recipe import peak_rate
 from farspan.planning.size import shape_for
 from farspan.runtime.model.decoder import Decoder, initialize_model
 from farspan.runtime.model.dropout import Dropout
-from farspan.runtime.state.matrix_updates import orthogonalize
+from farspan.runtime.state.muon import orthogonalize
 from farspan.semantics.lr_schedule import learning_rate
-from farspan.semantics.matrices import block_matrices
+from farspan.semantics.muon_matrices import block_matrices
 
 RESULTS = Path(__file__).parent / "results" / "many_epochs.jsonl"
 S = 256

@@ -37,12 +37,12 @@ from farspan.domain.cluster import Cluster, Host, Link, Site
 from farspan.domain.clusterfile import save_cluster
 from farspan.domain.plan import Replica
 from farspan.domain.problems import Problem
+from farspan.estimate.estimate_plan import price, step
 from farspan.estimate.network import Network
-from farspan.estimate.price import price, step
 from farspan.estimate.stage import Costs
-from farspan.planning.question import model_of
+from farspan.planning.plan_question import model_of
 from farspan.techniques import Task, pipeshard
-from farspan.techniques._search.even import even_splits
+from farspan.techniques._search.even_grid import even_splits
 from farspan.techniques._search.slices import Tables, slices, stage_of
 from tests.techniques.worlds import KINDS, random_cluster, random_model, task
 

@@ -59,7 +59,7 @@ from farspan.domain.engine import load_engine
 from farspan.domain.plan import Plan
 from farspan.domain.train import Schedule, TrainSpec
 from farspan.domain.trial import Trial
-from farspan.estimate.price import estimate
+from farspan.estimate.estimate_plan import estimate
 from farspan.launch.trial import run_trial, steps_for, trial_limits
 from farspan.planning.candidate import Candidate
 from farspan.planning.ranking import time_bounds_s

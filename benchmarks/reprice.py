@@ -23,7 +23,7 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.cluster_json import parse_cluster_json
 from farspan.domain.engine import load_engine
 from farspan.domain.plan import Plan
-from farspan.estimate.price import estimate
+from farspan.estimate.estimate_plan import estimate
 
 RESULTS = Path(__file__).parent / "results"
 FILES = [RESULTS / f"{name}.jsonl" for name in ("wan", "drawn", "drawn-31")]

@@ -34,7 +34,7 @@ from farspan.domain.engine import load_engine
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Plan
 from farspan.domain.train import TrainSpec
-from farspan.estimate.price import estimate
+from farspan.estimate.estimate_plan import estimate
 from farspan.planning.rank import rank_plans
 
 ROOT = Path(__file__).parent.parent

@@ -69,7 +69,7 @@ from farspan.domain.engine import load_engine
 from farspan.domain.plan import Plan
 from farspan.domain.results import Started, Step, Validated
 from farspan.domain.run import cache_folder
-from farspan.launch.measure import measure_cluster
+from farspan.launch.cluster_measurement import measure_cluster
 from farspan.launch.trial import run_trial, trial_limits
 from farspan.planning.candidate import Candidate
 from farspan.planning.rank import rank_plans

@@ -50,8 +50,8 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.codec import convert, parse_yaml
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
-from farspan.estimate.price import estimate
-from farspan.launch.measure import measure_cluster
+from farspan.estimate.estimate_plan import estimate
+from farspan.launch.cluster_measurement import measure_cluster
 from farspan_lab import spec, state
 from farspan_lab.cluster import of_lab
 

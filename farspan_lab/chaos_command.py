@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from farspan.app.checks import refuse_existing, require_torch
+from farspan.app.preflight_checks import refuse_existing, require_torch
 from farspan.app.updates import Faulted, Note
 from farspan.cli.arguments import find_run, takes_run
 from farspan.cli.console import Console

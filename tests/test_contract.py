@@ -154,7 +154,7 @@ LINKLESS = {
     "retrieval/pooling.py": "into a temporary folder",
     "retrieval/sentence_transformers.py": "into a folder that is new or empty",
     "retrieval/stores/faiss.py": "into a new folder",
-    "retrieval/transfer.py": "files that the user names",
+    "retrieval/vector_file.py": "files that the user names",
     "runtime/device.py": "a control group",
     "runtime/model/huggingface.py": "into a folder that is new or empty",
 }

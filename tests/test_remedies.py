@@ -64,9 +64,9 @@ OWN_WORDS: dict[str, set[str]] = {
     },
     "farspan/domain/gpus.py": {"tag", "cpu", "newer"},
     "farspan/domain/suggest.py": {"lead"},
-    "farspan/planning/outcome.py": {"limit.typed"},
+    "farspan/planning/selection_outcome.py": {"limit.typed"},
     "farspan/planning/quantities.py": {"example", "value"},
-    "farspan/retrieval/judged.py": {"wanted"},
+    "farspan/retrieval/relevance_judgements.py": {"wanted"},
     "farspan/retrieval/stores/_common.py": {"store"},
 }
 

@@ -14,30 +14,30 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from farspan.app import (
     clusters,
-    given_plans,
     indexing,
     jobs,
     machines,
-    pricing,
+    predictions,
+    price_plan,
     reporting,
     resolving,
     training,
 )
-from farspan.app.checks import refuse_existing
 from farspan.app.choosing import choose_plan as choose_by_trials
 from farspan.app.configs import default_name, make_config
+from farspan.app.model_use import Format, export_model, generate_text
 from farspan.app.notebook_bar import show_progress
 from farspan.app.plans import read_planned
+from farspan.app.preflight_checks import refuse_existing
 from farspan.app.reporting import Report
 from farspan.app.updates import Progress, note_reporter
-from farspan.app.using import Format, export_model, generate_text
 from farspan.domain.cluster import Cluster
 from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.objective import Objective
 from farspan.domain.problems import command
 from farspan.domain.run import RunFolder
-from farspan.planning.question import Question
+from farspan.planning.plan_question import Question
 from farspan.planning.ranking import Ranking
 from farspan.planning.select import Selection
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from farspan.app.indexing import Indexed
     from farspan.app.machines import Diagnosis
     from farspan.report.compare import Versus
-    from farspan.retrieval.rank import System
+    from farspan.retrieval.hybrid_ranking import System
     from farspan.retrieval.search import Answer
 
 #: A folder or name of text, a run.yaml, or a config.
@@ -143,7 +143,7 @@ class Run:
     ) -> Indexed:
         """Fit the vectors of the run's index again to the text of today, and measure how well they
         find documents: for titles, openings and questions of the text, and for `queries` with their
-        `qrels` (`retrieval/judged.py`)."""
+        `qrels` (`retrieval/relevance_judgements.py`)."""
         with show_progress(progress) as shown:
             return indexing.update_index(
                 self.folder,
@@ -227,20 +227,22 @@ def plan(
     `planning.question.Question`: tokens, batch, seq_len, precision, attention, recompute,
     wan_bits."""
     question = Question(model=model, **training)
-    query = pricing.PlanQuery(question=question, cluster=cluster, allow=allow, objective=objective)
-    return pricing.price_model(query)
+    query = predictions.PlanQuery(
+        question=question, cluster=cluster, allow=allow, objective=objective
+    )
+    return predictions.price_model(query)
 
 
 def price(
-    plan: given_plans.Given,
+    plan: price_plan.Given,
     cluster: str | os.PathLike[str] | Cluster | None = None,
     engine: str | None = None,
     progress: Progress | None = None,
-) -> given_plans.PricedPlan:
+) -> price_plan.PricedPlan:
     """Price one plan: a file, its table in short form, or a Plan. Without a cluster it is this
     machine's; the engine is the plan's own unless another is named."""
     with show_progress(progress) as shown:
-        return given_plans.price_given(plan, cluster, engine, shown)
+        return price_plan.price_given(plan, cluster, engine, shown)
 
 
 def select(

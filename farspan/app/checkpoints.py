@@ -15,7 +15,9 @@ from farspan.domain.run import RunFolder
 
 def flaw_of(path: Path) -> str:
     """Return why the checkpoint in a folder is not whole; empty where every byte is right."""
-    verify = module_command(sys.executable, "farspan.runtime.checkpoint.checkpoint", str(path))
+    verify = module_command(
+        sys.executable, "farspan.runtime.checkpoint.checkpoint_folder", str(path)
+    )
     verified = subprocess.run(verify, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if verified.returncode == 0:
         return ""
@@ -25,7 +27,7 @@ def flaw_of(path: Path) -> str:
 def copy_checkpoints(run: RunFolder, cluster: Cluster) -> None:
     """Copy the checkpoints that lie on rank 0's own disk alone, if it has one. Raises Refusal
     (host-unreachable)."""
-    from farspan.launch.remote_run import remote_run
+    from farspan.launch.run_folder_transfer import remote_run
 
     remote = remote_run(run.load_plan(), run, cluster, flaw_of)
     if remote is not None:

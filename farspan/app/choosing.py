@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from farspan.app.checks import require_torch
 from farspan.app.clusters import find_launcher
+from farspan.app.preflight_checks import require_torch
 from farspan.app.resolving import Resolved, allowed_techniques
 from farspan.app.trial_cache import TrialCache
 from farspan.app.updates import Progress, Tried, ignore_update

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from farspan.app.resolving import prepare_run_corpus
 from farspan.app.updates import Note, Progress
-from farspan.corpus.find import find_corpus, missing_corpus
+from farspan.corpus.find_prepared import find_corpus, missing_corpus
 from farspan.domain.cluster_json import load_cluster_json
 from farspan.domain.codec import load, load_yaml
 from farspan.domain.config import RunConfig
@@ -25,7 +25,7 @@ def bring_corpus(run: RunFolder, progress: Progress) -> None:
     Raises Refusal (path-missing) where the source is gone or holds other text. A run whose rank 0
     works on a host with a disk of its own continues without: that host may have a copy.
     """
-    from farspan.launch.lock import lock_file
+    from farspan.launch.folder_lock import lock_file
     from farspan.launch.trust import save_record
 
     record = load(run.record, RunRecord)

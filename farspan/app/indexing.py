@@ -20,9 +20,9 @@ from farspan.domain.units import counted
 
 if TYPE_CHECKING:
     from farspan.corpus.copies import Text
+    from farspan.retrieval.hybrid_ranking import System
     from farspan.retrieval.index import Index, IndexManifest, Origin, QueryEmbedder
     from farspan.retrieval.queries import Query
-    from farspan.retrieval.rank import System
     from farspan.retrieval.search import Answer
     from farspan.runtime.inference import Trained
 
@@ -66,10 +66,10 @@ def update_index(
     from farspan.retrieval.build import build
     from farspan.retrieval.fitting import Task
     from farspan.retrieval.index import Recipe
+    from farspan.retrieval.index_progress import IndexWork
     from farspan.retrieval.pooling import Processes
     from farspan.retrieval.stores import load as load_store
     from farspan.retrieval.stores import resolve
-    from farspan.retrieval.work import IndexWork
     from farspan.runtime.inference import load as load_model
     from farspan.runtime.inference import on_device
 
@@ -131,7 +131,7 @@ def _read_own_queries(
 ) -> list[Query]:
     """Read a person's queries: none where no file is named. Raises Refusal (usage) for one file
     without the other."""
-    from farspan.retrieval.judged import read_judged
+    from farspan.retrieval.relevance_judgements import read_judged
 
     asked = queries or (Path(config.queries).expanduser() if config.queries else None)
     answers = qrels or (Path(config.qrels).expanduser() if config.qrels else None)
@@ -160,7 +160,7 @@ def _read_index_manifest(run: RunFolder) -> IndexManifest | None:
 def _read_documents(run: RunFolder, config: RunConfig, report: Callable[[str], None]) -> Text:
     """Read the documents of today; those that the run was trained on if its text is not there."""
     from farspan.corpus.copies import read_distinct
-    from farspan.corpus.find import find_corpus
+    from farspan.corpus.find_prepared import find_corpus
     from farspan.corpus.prepare import read_text
     from farspan.corpus.processes import usable_cores
 
@@ -188,11 +188,11 @@ def _read_documents(run: RunFolder, config: RunConfig, report: Callable[[str], N
 def write_vectors(run: RunFolder, path: Path) -> Path:
     """Write ids, vectors, texts and fields of the run's index to a .parquet, .jsonl or .npy file,
     and next to it the commands that load it elsewhere: the path of these. Refuses (no-index) where
-    there is no index, and like `farspan.retrieval.transfer.write_vectors`."""
-    from farspan.retrieval import transfer
+    there is no index, and like `farspan.retrieval.vector_file.write_vectors`."""
+    from farspan.retrieval import vector_file
 
     with open_index(run) as index:
-        transfer.write_vectors(path, transfer.rows(index), index.manifest.about)
+        vector_file.write_vectors(path, vector_file.rows(index), index.manifest.about)
     return path.with_name(f"{path.name}.load.md")
 
 

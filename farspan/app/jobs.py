@@ -22,10 +22,10 @@ from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.results import STOP_REASONS, Event, Recovered, decode_events, read_events
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_seconds
-from farspan.launch.lock import is_locked, lock_holders
+from farspan.launch.folder_lock import is_locked, lock_holders
 from farspan.launch.process_began import process_began
 from farspan.report.history import COMPLETE
-from farspan.report.so_far import SoFar
+from farspan.report.run_progress import SoFar
 
 #: A job that was asked to save and end gets this long.
 STOP_TIMEOUT_S = 600.0

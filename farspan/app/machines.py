@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from farspan.app import clusters
-from farspan.app.checks import refuse_file, require_torch
+from farspan.app.preflight_checks import refuse_file, require_torch
 from farspan.app.updates import Progress, ignore_update, note_reporter
 from farspan.domain.cluster import Cluster, Device
 from farspan.domain.escapes import shell_word
@@ -23,7 +23,7 @@ from farspan.domain.run import cache_folder
 from farspan.domain.units import counted, format_bytes
 
 if TYPE_CHECKING:
-    from farspan.launch.examine import Examination
+    from farspan.launch.network_examination import Examination
 
 REPORTED_PACKAGES = ("torch", "numpy", "msgspec", "tokenizers", "tiktoken", "safetensors")
 #: Streams of the bandwidths that are measured: one shows the window, several the line.
@@ -70,7 +70,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 def diagnose_machine(device: str = "auto") -> Diagnosis:
     """Diagnose this machine: its devices, what is missing, and the command that mends each."""
     from farspan.launch.findings import MIN_FREE_DISK_BYTES
-    from farspan.launch.probe import Probe, check_gpus
+    from farspan.launch.probe_client import Probe, check_gpus
 
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in REPORTED_PACKAGES:
@@ -121,8 +121,8 @@ def diagnose_machine(device: str = "auto") -> Diagnosis:
 
 def examine_cluster(cluster: Cluster) -> tuple[Examination, tuple[Finding, ...]]:
     """Examine every host and link of a cluster: their state, and what is wrong with them."""
-    from farspan.launch.examine import examine_cluster as examine_hosts
     from farspan.launch.findings import list_findings
+    from farspan.launch.network_examination import examine_cluster as examine_hosts
 
     examined = examine_hosts(cluster, streams=BANDWIDTH_STREAMS)
     return examined, tuple(list_findings(cluster, examined))
@@ -139,8 +139,8 @@ def probe_cluster(
     """Measure a cluster's devices, links and collectives with a model, and write a cluster file of
     them. A device that fails is refused when the rest is written."""
     from farspan.domain.clusterfile import save_cluster
-    from farspan.launch.measure import measure_cluster
-    from farspan.planning.question import model_of
+    from farspan.launch.cluster_measurement import measure_cluster
+    from farspan.planning.plan_question import model_of
 
     require_torch()
     spec = model_of(model)

@@ -16,7 +16,7 @@ from farspan.domain.escapes import escape_controls
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Event, Warned
 from farspan.domain.units import format_seconds
-from farspan.report.so_far import SoFar
+from farspan.report.run_progress import SoFar
 
 #: Seconds between two drawings of the bar.
 REDRAW_S = 0.25
@@ -84,7 +84,7 @@ class NotebookBar:
             case _ if isinstance(update, Event):
                 self._show_event(update)
             case _:
-                from farspan.retrieval.work import IndexWork
+                from farspan.retrieval.index_progress import IndexWork
 
                 if isinstance(update, IndexWork):
                     self._share = update.share

@@ -8,9 +8,9 @@ import msgspec
 from msgspec.structs import replace
 
 from farspan.app import choosing
-from farspan.app.checks import check_gpus, require_torch
 from farspan.app.clusters import given_cluster
 from farspan.app.configs import as_yaml
+from farspan.app.preflight_checks import check_gpus, require_torch
 from farspan.app.resolving import Resolved, prepare_run_corpus, start_probe
 from farspan.app.updates import Chosen, Note, Progress, Ranked, ignore_update
 from farspan.domain.cluster import Cluster, Device
@@ -31,9 +31,9 @@ from farspan.domain.plan import Plan, find_flaw
 from farspan.domain.problems import Refusal, command
 from farspan.domain.results import Estimate
 from farspan.domain.run import RunFolder, RunRecord
-from farspan.estimate.forecast import forecast
-from farspan.planning.outcome import nothing_runs
+from farspan.estimate.loss_forecast import forecast
 from farspan.planning.select import Selection
+from farspan.planning.selection_outcome import nothing_runs
 from farspan.semantics.identity import identity, lasting
 
 #: The version of plans that this farspan writes and reads.
@@ -234,7 +234,7 @@ def read_planned(
     two do not fit together."""
     from farspan import models
     from farspan.domain.engine import load_engine
-    from farspan.estimate.price import estimate
+    from farspan.estimate.estimate_plan import estimate
 
     if isinstance(source, Path):
         path = source

@@ -16,7 +16,7 @@ from farspan.app.jobs import read_status
 from farspan.app.plans import Planned, best_plan, device_places, write_planned
 from farspan.app.resolving import Resolved
 from farspan.app.updates import Note, Progress, ignore_update
-from farspan.corpus.find import find_corpus
+from farspan.corpus.find_prepared import find_corpus
 from farspan.domain.cluster import Cluster
 from farspan.domain.cluster_json import load_cluster_json
 from farspan.domain.codec import load, load_yaml, save
@@ -40,8 +40,8 @@ def replan_run(
     """Plan the rest of a run for another cluster (None: the same; `here`: this machine), by a
     technique or the best. Reports what changes, and makes the new plan the run's. Raises Refusal
     where nothing fits, and where the run is being trained."""
-    from farspan.launch.lock import lock_file
-    from farspan.launch.probe import Probe
+    from farspan.launch.folder_lock import lock_file
+    from farspan.launch.probe_client import Probe
 
     with lock_file(run.lock, "this run is being trained already", run.path):
         try:

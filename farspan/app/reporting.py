@@ -47,7 +47,7 @@ class Report:
         return run_report(self.run, self.compared)
 
     def __repr__(self) -> str:
-        from farspan.report.endings import ending
+        from farspan.report.run_endings import ending
 
         history = self.run.history
         last_step = history.steps[-1].step.step if history.steps else 0
@@ -66,7 +66,7 @@ def write_report(path: Path, *, page: bool = True) -> Report:
     from farspan.launch.trust import require_own_links
     from farspan.report.compare import compare_to_prediction
     from farspan.report.history import open_run
-    from farspan.report.measure import measure_run
+    from farspan.report.measurement import measure_run
     from farspan.report.page import write_page
 
     if page:
@@ -182,7 +182,7 @@ def _describe_replan(
     of ranks, and the same of links between two hosts; "" where it cannot be asked."""
     from farspan import models
     from farspan.domain.engine import load_engine
-    from farspan.estimate.price import estimate
+    from farspan.estimate.estimate_plan import estimate
     from farspan.planning.ranking import candidate_name
 
     folder = RunFolder(run.folder)

@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import msgspec
 from msgspec.structs import replace
 
-from farspan.app.checks import check_gpus, require_torch
 from farspan.app.clusters import first_device, given_cluster
+from farspan.app.preflight_checks import check_gpus, require_torch
 from farspan.app.updates import Note, Progress, ignore_update, note_reporter
 from farspan.domain.cluster import Cluster
 from farspan.domain.config import ParallelConfig, RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.engine import load_engine as find_engine
 from farspan.domain.model import ModelSpec
-from farspan.domain.probe import ProbeResult
+from farspan.domain.probe_requests import ProbeResult
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.run import make_cache_folder
 from farspan.domain.train import TrainSpec
 
 if TYPE_CHECKING:
-    from farspan.launch.probe import Probe
+    from farspan.launch.probe_client import Probe
     from farspan.planning.resolve import Measure
 
 #: Seconds of trial steps in each precision.
@@ -178,7 +178,7 @@ def allowed_techniques(parallel: ParallelConfig) -> tuple[str, ...]:
 def start_probe(config: RunConfig, given: Cluster | None) -> Iterator[tuple[Probe, Cluster]]:
     """Start a probe process on the first host; yield it and the cluster: the given one, or the
     devices that the process detects here."""
-    from farspan.launch.probe import Probe
+    from farspan.launch.probe_client import Probe
 
     require_torch()
     if given is not None:

@@ -16,20 +16,20 @@ from contextlib import closing, contextmanager
 
 from farspan.app import clusters
 from farspan.app.checkpoints import copy_checkpoints, flaw_of, unmirrored_steps
-from farspan.app.faults import Faults, Seen, restart_message
 from farspan.app.plans import Planned
 from farspan.app.replanning import adopt_plan, plan_without_hosts
+from farspan.app.restart_policy import Faults, Seen, restart_message
 from farspan.app.updates import Ended, Faulted, Note, Progress, Training
 from farspan.domain.codec import load, load_yaml
 from farspan.domain.config import RunConfig
-from farspan.domain.epoch import Fault
+from farspan.domain.epoch_fence import Fault
 from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.results import Estimate, Event, Finished, Started, Step
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.units import format_seconds
-from farspan.launch.away import find_absent_hosts
+from farspan.launch.absent_hosts import find_absent_hosts
 from farspan.launch.launchers import launch_workers
-from farspan.launch.lease import Lease
+from farspan.launch.run_lock import Lease
 from farspan.launch.spares import Spares
 from farspan.launch.workers import SupervisorState, Workers
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from farspan.app import clusters
-from farspan.app.checks import refuse_existing, require_torch
 from farspan.app.configs import refuse_edited
 from farspan.app.corpora import bring_corpus
 from farspan.app.jobs import register_job, remove_unbegun, wait_for_orphans
@@ -24,6 +23,7 @@ from farspan.app.plans import (
     planned_devices,
     write_planned,
 )
+from farspan.app.preflight_checks import refuse_existing, require_torch
 from farspan.app.reporting import Report, write_report
 from farspan.app.resolving import resolve_run
 from farspan.app.updates import Ended, Note, Progress, ignore_update, note_reporter
@@ -33,7 +33,7 @@ from farspan.domain.problems import Refusal, command
 from farspan.domain.results import STOP_REASONS, Event, Started, read_events
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.units import counted, format_bytes
-from farspan.report.endings import step_of
+from farspan.report.run_endings import step_of
 
 if TYPE_CHECKING:
     from farspan.report.tensorboard import TensorBoard

@@ -51,7 +51,7 @@ class Tried(msgspec.Struct, frozen=True):
     trial: Trial
 
     def __str__(self) -> str:
-        from farspan.planning.outcome import trial_line
+        from farspan.planning.selection_outcome import trial_line
 
         return trial_line(self.candidate, self.trial)
 
@@ -62,7 +62,7 @@ class Chosen(msgspec.Struct, frozen=True):
     selection: Selection
 
     def __str__(self) -> str:
-        from farspan.planning.outcome import explain_selection
+        from farspan.planning.selection_outcome import explain_selection
 
         return explain_selection(self.selection)
 

@@ -12,7 +12,7 @@ from farspan.cli.console import Console
 from farspan.domain.objective import OBJECTIVES, TOLERANCE
 
 if TYPE_CHECKING:
-    from farspan.app.pricing import PlanQuery
+    from farspan.app.predictions import PlanQuery
     from farspan.domain.plan import Plan
 
 
@@ -60,8 +60,8 @@ def takes_question(
 
 def plan_query(given: argparse.Namespace, **more: Any) -> PlanQuery:
     """Return the question that the flags ask, checked."""
-    from farspan.app.pricing import PlanQuery
-    from farspan.planning.question import Question
+    from farspan.app.predictions import PlanQuery
+    from farspan.planning.plan_question import Question
 
     question = Question(
         model=given.model or "",
@@ -106,9 +106,9 @@ def takes_export(parser: argparse.ArgumentParser) -> None:
 
 def write_export(plan: Plan, given: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Write the plan as another system's configuration; return what of it `--json` has."""
-    from farspan.app import pricing
+    from farspan.app import predictions
 
-    path, exported = pricing.export_plan(plan, given.export, given.export_to)
+    path, exported = predictions.export_plan(plan, given.export, given.export_to)
     console.write_line(f"\n{path}: {plan.technique} for {exported.version}")
     for note in exported.notes:
         console.write_line(f"  {note}")

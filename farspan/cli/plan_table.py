@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from farspan.cli.console import Console
 from farspan.cli.paint import paint, text_width, wants_colours
+from farspan.domain.plan_words import join_words
 from farspan.domain.units import format_bytes, format_seconds, short_time
-from farspan.domain.words import join_words
 from farspan.planning.candidate import Candidate
 from farspan.planning.diff import PlanDifference
 from farspan.planning.ranking import (

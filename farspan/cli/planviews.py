@@ -97,7 +97,7 @@ def _plan_side(name: str, ranking: Ranking) -> PlanSide:
     from farspan import models
     from farspan.app.plans import check_cluster, read_plan
     from farspan.domain.engine import load_engine
-    from farspan.estimate.price import estimate
+    from farspan.estimate.estimate_plan import estimate
     from farspan.planning.diff import PlanSide
     from farspan.planning.ranking import candidate_name
 

@@ -30,10 +30,10 @@ from farspan.domain.results import (
     Warned,
 )
 from farspan.domain.units import counted, format_bytes, format_count, format_seconds
-from farspan.estimate.forecast import revised
-from farspan.report.endings import ending
+from farspan.estimate.loss_forecast import revised
 from farspan.report.losses import format_validation
-from farspan.report.so_far import SoFar
+from farspan.report.run_endings import ending
+from farspan.report.run_progress import SoFar
 
 #: Seconds between two plain lines.
 LINE_INTERVAL_S = 10.0

@@ -8,7 +8,7 @@ from farspan.app.jobs import Status
 from farspan.cli.paint import text_width, wants_colours
 from farspan.domain.problems import command
 from farspan.domain.units import format_seconds
-from farspan.report.endings import ending
+from farspan.report.run_endings import ending
 from farspan.report.tables import table_lines
 from farspan.report.text import recovery_words
 

@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from farspan.corpus import dedup, pack
+from farspan.corpus import dedup, shard_files
 from farspan.corpus import tokenizer as tokenizers
 from farspan.corpus.copies import CLUSTERS, Text, distinct_texts, read_distinct
 from farspan.corpus.documents import COPIES, DOCUMENTS, write_array
@@ -139,21 +139,21 @@ def read_text(
         stems = [work / f"{number:05}" for number in range(len(shards))]
         for skipped in by_kind(source.skipped.entries()):
             write_line(f"skipped {skipped}")
-        pack.each_shard(dedup.sign, [(stem,) for stem in stems], workers)
+        shard_files.each_shard(dedup.sign, [(stem,) for stem in stems], workers)
         decision = decide_split(stems, data, must_split=False)
         # A corpus numbers its documents in this order.
-        documents = list(_chosen_of(stems, pack.TRAIN))
+        documents = list(_chosen_of(stems, shard_files.TRAIN))
         train = len(documents)
-        documents += _chosen_of(stems, pack.VAL)
+        documents += _chosen_of(stems, shard_files.VAL)
         kept = len(documents)
-        documents += _chosen_of(stems, pack.DOCUMENT_DROPPED)
+        documents += _chosen_of(stems, shard_files.DOCUMENT_DROPPED)
     clusters = decision.corpus_clusters().tolist()
     return distinct_texts(documents, clusters, train=train, kept=kept, fingerprint=fingerprint)
 
 
 def _chosen_of(stems: list[Path], fate: int) -> Iterator[Document]:
     for stem in stems:
-        yield from pack.read_chosen(stem, fate)
+        yield from shard_files.read_chosen(stem, fate)
 
 
 def _corpus_key(source: Source, data: DataConfig, tokenizer: TokenizerConfig) -> str:
@@ -178,7 +178,7 @@ def _build_corpus(
     shards = _spool_source(source, data, work, write_line)
     stems = [work / f"{number:05}" for number in range(len(shards))]
     jobs = [(stem,) for stem in stems]
-    pack.each_shard(dedup.sign, jobs, workers)
+    shard_files.each_shard(dedup.sign, jobs, workers)
     decision = decide_split(stems, data, must_split=True)
     if decision.exact or decision.near:
         write_line(
@@ -191,18 +191,20 @@ def _build_corpus(
         write_line(f"training a tokenizer of {vocab:,} tokens")
         # Shards spread over the corpus that hold about _SAMPLE_BYTES.
         stride = -(-text_bytes // _SAMPLE_BYTES)
-        pack.each_shard(learn, [(tokenizer_file, vocab, stems[::stride])], workers)
+        shard_files.each_shard(learn, [(tokenizer_file, vocab, stems[::stride])], workers)
     words = tokenizers.load_tokenizer(tokenizer_file)
     vocab_size = words.vocab_size
     if config.use and config.vocab != "auto":
         vocab_size = config.vocab
     write_line(f"encoding with {words.engine}, vocabulary {vocab_size:,}")
-    pack.each_shard(pack.encode_shard, [(stem, tokenizer_file) for stem in stems], workers)
-    pack.each_shard(pack.write_copies, jobs, workers)
-    splits = pack.join_shards(stems, final)
+    shard_files.each_shard(
+        shard_files.encode_shard, [(stem, tokenizer_file) for stem in stems], workers
+    )
+    shard_files.each_shard(shard_files.write_copies, jobs, workers)
+    splits = shard_files.join_shards(stems, final)
     write_array(final / CLUSTERS, decision.corpus_clusters())
     words.save(final / "tokenizer.json")
-    dtype = pack.token_dtype(words.vocab_size)
+    dtype = shard_files.token_dtype(words.vocab_size)
     train = np.memmap(final / "train.bin", dtype, "r")
     val = np.memmap(final / "val.bin", dtype, "r")
     unigram, bigram = ngram_entropies(train, val, vocab_size)
@@ -273,10 +275,10 @@ def _copy_tokenizer(where: str, vocab: int | Literal["auto"], tokenizer_file: Pa
 
 def _spool_source(
     source: Source, data: DataConfig, work: Path, write_line: WriteLine
-) -> list[pack.FinishedShard]:
+) -> list[shard_files.FinishedShard]:
     """Spool the source; refuses one without text, and a disk too small for the rest of the work."""
     write_line(f"reading {data.source}")
-    shards = pack.spool_source(source, work)
+    shards = shard_files.spool_source(source, work)
     if not shards:
         raise _nothing_read(source, data)
     if data.bad == "refuse":
@@ -327,7 +329,7 @@ def _refuse_bad(skipped: Iterable[Skipped | str], data: DataConfig) -> None:
 def learn(tokenizer_file: Path, vocab_size: int, stems: list[Path]) -> None:
     """Train on the training documents of these shards; in a process of its own, whose memory goes
     with it."""
-    texts = (document.text for document in _chosen_of(stems, pack.TRAIN))
+    texts = (document.text for document in _chosen_of(stems, shard_files.TRAIN))
     tokenizers.train_tokenizer(texts, vocab_size).save(tokenizer_file)
 
 

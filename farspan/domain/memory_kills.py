@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from farspan.domain.caps import read_caps
+from farspan.domain.cgroup_limits import read_caps
 
 #: Files that count: of the machine, and of a group alone or, on older kernels, with its children.
 MACHINE_COUNTER = Path("/proc/vmstat")

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from farspan.domain.plan_words import join_words
 from farspan.domain.problems import Problem
-from farspan.domain.words import join_words
 
 
 def preemption_problem(

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from farspan.domain.plan import Replica
+from farspan.estimate.gradient_sync import carried_s
 from farspan.estimate.schedule import Hop
 from farspan.estimate.stage import Costs
-from farspan.estimate.sums import carried_s
 from farspan.semantics.communications import Sends
 
 #: Of the edges of a pipeline, down and up.

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from farspan.domain.plan import Plan, Replica
-from farspan.estimate.price import timed_stage
+from farspan.estimate.estimate_plan import timed_stage
 from farspan.estimate.stage import Costs, Pass
 
 

@@ -12,7 +12,7 @@ from farspan.domain.graph import Operator, OpGraph
 from farspan.domain.plan import Mesh
 from farspan.domain.train import TrainSpec
 from farspan.semantics.kernel_choice import BYTES, scored_keys
-from farspan.semantics.matrices import NO_MATRICES, OwnedMatrices, by_shape
+from farspan.semantics.muon_matrices import NO_MATRICES, OwnedMatrices, by_shape
 from farspan.semantics.tensor_sharding import RESIDUAL, weight_share
 
 #: Bytes a parameter of replicas that synchronize: the parameters of their last meeting, and the

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from farspan.domain.plan import Plan
-from farspan.estimate.loss import tokens_for
+from farspan.estimate.scaling_law import tokens_for
 
 #: Evaluation loss by parameters: synchronous, then 2, 4 and 8 replicas that synchronize every 30
 #: steps, at 20 tokens a parameter of C4 (Charles et al., arXiv 2503.09799, table 4).

@@ -41,7 +41,7 @@ from farspan.semantics.communications import (
     table_sends,
 )
 from farspan.semantics.kernel_choice import BYTES, scored_keys
-from farspan.semantics.matrices import NO_MATRICES, OwnedMatrices, owned_matrices
+from farspan.semantics.muon_matrices import NO_MATRICES, OwnedMatrices, owned_matrices
 from farspan.semantics.pass_order import depths_in_flight
 from farspan.semantics.tensor_sharding import (
     COPY,

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from farspan.domain.engine import Engine
 from farspan.domain.plan import Stage
+from farspan.estimate.gradient_sync import SyncTimes, sync
+from farspan.estimate.optimizer_update import update_s
 from farspan.estimate.stage import Costs, Pass
-from farspan.estimate.sums import SyncTimes, sync
-from farspan.estimate.update import update_s
 
 
 class StageTime(NamedTuple):

@@ -261,7 +261,7 @@ def parse_gpu_row(row: dict[str, str]) -> dict[str, Any]:
 def wheel() -> dict[str, Any]:
     """Return the build of this interpreter's PyTorch and its devices; None where it, or farspan, is
     not there."""
-    words = ["env", "PYTHONSAFEPATH=1", sys.executable, "-m", "farspan.runtime.probe"]
+    words = ["env", "PYTHONSAFEPATH=1", sys.executable, "-m", "farspan.runtime.probe_process"]
     try:
         done = subprocess.run(
             words,

@@ -54,7 +54,7 @@ def find_cluster(name: str) -> Cluster:
 
 def this_machine() -> Cluster:
     """Probe this machine's devices. Raises Refusal (extra-missing, device-unusable)."""
-    from farspan.launch.probe import Probe
+    from farspan.launch.probe_client import Probe
 
     with Probe() as probe:
         return probe.describe("auto", None)

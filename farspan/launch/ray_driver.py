@@ -37,7 +37,7 @@ from farspan.domain.standard_input import STOP, first_line
 from farspan.domain.worker_exit import WorkerExit
 from farspan.launch.agent import free_ports, interfaces, nvidia
 from farspan.launch.launchers.ray import EXITS, Job, Node
-from farspan.launch.probe import LOCAL_HOST
+from farspan.launch.probe_client import LOCAL_HOST
 from farspan.launch.processes import (
     HostProcess,
     meeting_environment,

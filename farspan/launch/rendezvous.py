@@ -15,7 +15,8 @@ from farspan.domain.cluster import Host
 from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal
 from farspan.launch.agent import free_ports
-from farspan.launch.examine import (
+from farspan.launch.findings import PRIVATE_INTERFACE
+from farspan.launch.network_examination import (
     HostPath,
     host_address,
     probe_path,
@@ -23,7 +24,6 @@ from farspan.launch.examine import (
     start_agents,
     unreachable_link,
 )
-from farspan.launch.findings import PRIVATE_INTERFACE
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,7 +34,7 @@ from farspan.domain.results import (
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.trial import Trial
 from farspan.domain.units import counted
-from farspan.estimate.price import estimate
+from farspan.estimate.estimate_plan import estimate
 from farspan.launch.hosts import ask_shell, quote_path
 from farspan.launch.launchers import launch_workers
 from farspan.launch.processes import run_folder

@@ -19,7 +19,7 @@ import msgspec
 from farspan.domain.cluster import Cluster, Host
 from farspan.domain.clusterfile import REMOTE_FOLDER
 from farspan.domain.codec import cut_unfinished_line, write_atomically
-from farspan.domain.epoch import EPOCH_VARIABLE, Epoch
+from farspan.domain.epoch_fence import EPOCH_VARIABLE, Epoch
 from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan, PlannedDevice
 from farspan.domain.problems import Refusal
@@ -35,12 +35,12 @@ from farspan.domain.results import (
 from farspan.domain.run import HOME_VARIABLE, RunFolder
 from farspan.domain.worker_exit import WorkerExit
 from farspan.launch.checkpoint_mirror import FlawOf
-from farspan.launch.exits import ExitReader, cause_of
 from farspan.launch.hosts import ask_shell, quote_path
-from farspan.launch.lease import Lease
 from farspan.launch.processes import Process, read_file, run_folder
-from farspan.launch.remote_run import RemoteRun
+from farspan.launch.run_folder_transfer import RemoteRun
+from farspan.launch.run_lock import Lease
 from farspan.launch.spares import SpareProcess, Spares
+from farspan.launch.worker_exits import ExitReader, cause_of
 
 #: How often the event file and the processes are looked at.
 WORKER_POLL_S = 0.1

@@ -12,7 +12,7 @@ from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.escapes import key_word
 from farspan.domain.model import ModelSpec, count_parameters
-from farspan.domain.probe import ProbeResult
+from farspan.domain.probe_requests import ProbeResult
 from farspan.domain.problems import Refusal
 from farspan.domain.results import OVERHEAD_SHARE
 from farspan.domain.train import Precision, TrainSpec

@@ -10,6 +10,7 @@ import msgspec
 from farspan.domain.cluster import Cluster
 from farspan.domain.model import count_parameters
 from farspan.domain.plan import Plan
+from farspan.domain.plan_words import join_counted, stage_words
 from farspan.domain.results import Estimate
 from farspan.domain.units import (
     counted,
@@ -19,7 +20,6 @@ from farspan.domain.units import (
     format_usd,
     short_time,
 )
-from farspan.domain.words import join_counted, stage_words
 from farspan.estimate.traffic import between_sites, traffic
 from farspan.planning.why import costs_of
 

@@ -27,9 +27,9 @@ from farspan.domain.plan import Plan
 from farspan.domain.results import Estimate
 from farspan.domain.train import TrainSpec
 from farspan.domain.units import format_bytes
-from farspan.estimate.price import price
+from farspan.estimate.estimate_plan import price
 from farspan.planning.candidate import Candidate, Refused
-from farspan.planning.parts import ClusterPart, all_parts
+from farspan.planning.cluster_parts import ClusterPart, all_parts
 from farspan.planning.rank import host_bytes, price_technique
 from farspan.planning.ranking import used_ranks
 from farspan.planning.size import shape_for

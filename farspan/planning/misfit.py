@@ -17,6 +17,7 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.model import ModelSpec, count_parameters
 from farspan.domain.trial import Trial
 from farspan.planning.candidate import Candidate
+from farspan.planning.cluster_parts import whole_cluster
 from farspan.planning.fit import (
     QUICK,
     Ground,
@@ -29,7 +30,6 @@ from farspan.planning.fit import (
     model_ladder,
     nearest_miss,
 )
-from farspan.planning.parts import whole_cluster
 from farspan.planning.rank import price_technique
 from farspan.planning.select import SelectionTask, limit_memory_by_ooms
 from farspan.techniques import Task

@@ -15,10 +15,10 @@ from farspan.domain.objective import TOLERANCE, Objective
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import Estimate
 from farspan.domain.train import TrainSpec
-from farspan.estimate.loss import loss
-from farspan.estimate.price import price
+from farspan.estimate.estimate_plan import price
+from farspan.estimate.scaling_law import loss
 from farspan.planning.candidate import Candidate, Refused
-from farspan.planning.parts import ClusterPart, all_parts, whole_cluster
+from farspan.planning.cluster_parts import ClusterPart, all_parts, whole_cluster
 from farspan.planning.ranking import Ranking
 from farspan.planning.side_by_side import count_cores, side_by_side
 from farspan.techniques import Task

@@ -13,8 +13,8 @@ from farspan.domain.model import ModelSpec, count_parameters
 from farspan.domain.notebook import html_table
 from farspan.domain.objective import Objective
 from farspan.domain.plan import Plan
+from farspan.domain.plan_words import join_words
 from farspan.domain.units import counted, format_count, format_seconds, format_usd
-from farspan.domain.words import join_words
 from farspan.planning.candidate import Candidate, Refused
 
 #: Less of a difference than this is none: estimates are rounded to about as much.

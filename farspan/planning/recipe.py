@@ -16,7 +16,7 @@ from farspan.domain.train import Muon, Optimizer, Regularization, ScheduleKind, 
 from farspan.domain.units import format_count
 from farspan.planning.quantities import given_or
 from farspan.planning.size import FRESH_EPOCHS
-from farspan.semantics.matrices import matrices, update_flops
+from farspan.semantics.muon_matrices import matrices, update_flops
 
 #: A device's update of matrices may take this share of the step's other arithmetic: Muon reaches
 #: AdamW's loss in half of the tokens (docs/learning.md).

@@ -30,8 +30,8 @@ from farspan.domain.suggest import any_of
 from farspan.domain.suggest_device import suggest_device
 from farspan.domain.train import TrainSpec
 from farspan.planning.candidate import Candidate, Refused
+from farspan.planning.cluster_parts import ClusterPart
 from farspan.planning.model_speed import on_one_device
-from farspan.planning.parts import ClusterPart
 from farspan.planning.rank import price_technique
 from farspan.semantics.kernel_choice import BYTES
 from farspan.techniques import Task

@@ -10,7 +10,7 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import ModelSpec
-from farspan.domain.probe import ProbeResult
+from farspan.domain.probe_requests import ProbeResult
 from farspan.domain.train import TrainSpec
 from farspan.planning.choose_model import choose_model
 from farspan.planning.choose_train import choose_train, draft_training

@@ -27,10 +27,10 @@ from farspan.domain.plan import Edge, GradSync, Mesh, Plan, Replica, Stage, Zero
 from farspan.domain.problems import Refusal
 from farspan.domain.suggest import advise
 from farspan.domain.units import counted
-from farspan.planning.question import Question, model_of, train_of
+from farspan.planning.plan_question import Question, model_of, train_of
 from farspan.semantics.kernel_choice import BYTES
 from farspan.techniques import Task
-from farspan.techniques._search.even import megatron_splits
+from farspan.techniques._search.even_grid import megatron_splits
 from farspan.techniques._search.one_stage import BUCKET_BYTES
 
 #: The dims that Megatron-LM splits, as a user knows them.

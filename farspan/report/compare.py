@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 import msgspec
 
 from farspan.domain.codec import content_hash, read_bytes
+from farspan.domain.plan_words import join_counted, stage_words
 from farspan.domain.problems import Refusal
 from farspan.domain.results import IN_STEP, Measurement
 from farspan.domain.run import RunFolder
 from farspan.domain.units import counted, format_bytes, format_seconds, format_usd, short_time
-from farspan.domain.words import join_counted, stage_words
-from farspan.report import expected as predicting
 from farspan.report import losses
+from farspan.report import predicted_steps as predicting
 from farspan.report.drift import Drift, find_drifts
 from farspan.report.history import COMPLETE, RunHistory
-from farspan.report.measure import measure_run
+from farspan.report.measurement import measure_run
 from farspan.report.plan_picture import Mark, part_words
 from farspan.report.traces import Traces
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from farspan.domain.results import OVERHEAD_SHARE, Measurement
 from farspan.domain.units import counted, format_bytes, short_time
-from farspan.estimate.forecast import revised
+from farspan.estimate.loss_forecast import revised
 from farspan.report import losses
 from farspan.report.compare import FIGURES, Comparison, DeviceRow
 from farspan.report.history import COMPLETE, RunHistory

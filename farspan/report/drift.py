@@ -15,14 +15,14 @@ from typing import Literal
 import msgspec
 
 from farspan.domain.plan import Replica
+from farspan.domain.plan_words import join_words
 from farspan.domain.results import IN_STEP, Estimate, Span
-from farspan.domain.words import join_words
 from farspan.estimate.between_stages import edges
 from farspan.estimate.schedule import Hop
 from farspan.estimate.stage import Costs
 from farspan.estimate.stage_time import stage_time
-from farspan.report.expected import Expected
 from farspan.report.history import RunHistory
+from farspan.report.predicted_steps import Expected
 from farspan.report.traces import Traces
 
 LABELS = {

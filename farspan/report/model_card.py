@@ -10,7 +10,7 @@ from farspan.domain.model import count_parameters
 from farspan.domain.units import counted, format_count
 from farspan.report import losses
 from farspan.report.history import RunHistory
-from farspan.report.measure import measure_run
+from farspan.report.measurement import measure_run
 
 _HEAD = """---
 library_name: {library}

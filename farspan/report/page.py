@@ -16,10 +16,10 @@ from farspan.domain.units import counted, format_bytes, format_count, format_sec
 from farspan.report import charts, compare_text, losses, plan_terminal, text
 from farspan.report.charts import COLOURS, Chart, thin
 from farspan.report.compare import Comparison
-from farspan.report.endings import ending
 from farspan.report.figures import run_charts
 from farspan.report.history import RunHistory
-from farspan.report.measure import measure_run
+from farspan.report.measurement import measure_run
+from farspan.report.run_endings import ending
 
 if TYPE_CHECKING:
     import jinja2

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import msgspec
 
 from farspan.domain.plan import Plan, Replica
+from farspan.domain.plan_words import stage_words, units_words
 from farspan.domain.results import Estimate, Memory
 from farspan.domain.units import counted, format_bytes, format_rate, short_time
-from farspan.domain.words import stage_words, units_words
-from farspan.estimate.price import ReplicaStep, step, timed_stage
+from farspan.estimate.estimate_plan import ReplicaStep, step, timed_stage
 from farspan.estimate.schedule import PassSpan
 from farspan.estimate.stage import Costs
 from farspan.estimate.stage_time import StageTime

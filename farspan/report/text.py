@@ -21,9 +21,9 @@ from farspan.domain.units import (
 from farspan.report import losses
 from farspan.report.compare import Comparison
 from farspan.report.compare_text import comparison_tables, step_lines
-from farspan.report.endings import ended_at
 from farspan.report.history import COMPLETE, RunHistory
-from farspan.report.measure import measure_run
+from farspan.report.measurement import measure_run
+from farspan.report.run_endings import ended_at
 from farspan.report.tables import table_lines
 
 #: The summary names the last of a run's recoveries, at most this number.

@@ -32,9 +32,10 @@ from farspan.corpus.copies import Copies
 from farspan.domain.codec import content_hash, load, save
 from farspan.domain.problems import Refusal
 from farspan.domain.units import counted
-from farspan.launch.lock import lock_file
+from farspan.launch.folder_lock import lock_file
 from farspan.launch.trust import require_server, seal_server
 from farspan.retrieval import passages, stores
+from farspan.retrieval.bm25 import K1, B, Lexical
 from farspan.retrieval.chunk import Chunk, chunk_document
 from farspan.retrieval.embed import Embedder
 from farspan.retrieval.evaluate import Evaluation
@@ -56,7 +57,6 @@ from farspan.retrieval.index import (
     field,
     passages_of,
 )
-from farspan.retrieval.lexical import K1, B, Lexical
 from farspan.retrieval.passages import (
     IndexedDocument,
     Passages,

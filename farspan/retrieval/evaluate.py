@@ -16,10 +16,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from farspan.domain.plan_words import join_words
 from farspan.domain.units import counted
-from farspan.domain.words import join_words
 from farspan.report.tables import table_lines
-from farspan.retrieval.lexical import K1, B, Lexical, Numbered
+from farspan.retrieval.bm25 import K1, B, Lexical, Numbered
+from farspan.retrieval.hybrid_ranking import SYSTEM_NAMES, Nearest, fuse, vector_scores
 from farspan.retrieval.metrics import (
     Floats,
     Ints,
@@ -31,7 +32,6 @@ from farspan.retrieval.metrics import (
     relevant_ranks,
 )
 from farspan.retrieval.queries import Kind, Queries, Query
-from farspan.retrieval.rank import SYSTEM_NAMES, Nearest, fuse, vector_scores
 from farspan.retrieval.stores import Scores, Vectors
 
 FUSION_WEIGHTS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0)

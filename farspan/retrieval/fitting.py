@@ -19,7 +19,9 @@ from farspan.domain.units import counted, format_seconds
 from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.embed import Embedder, Read
 from farspan.retrieval.evaluate import Evaluation, ModelVectors, evaluate
+from farspan.retrieval.hybrid_ranking import query_form
 from farspan.retrieval.index import Origin, Recipe
+from farspan.retrieval.index_progress import IndexWork
 from farspan.retrieval.pairs import mine_pairs
 from farspan.retrieval.pooling import Processes
 from farspan.retrieval.queries import (
@@ -30,10 +32,8 @@ from farspan.retrieval.queries import (
     passage_of,
     question_lines,
 )
-from farspan.retrieval.rank import query_form
 from farspan.retrieval.stores import Vectors
 from farspan.retrieval.tuning import steps_to_fit
-from farspan.retrieval.work import IndexWork
 from farspan.runtime.model.decoder import Decoder
 
 

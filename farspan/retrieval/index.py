@@ -27,8 +27,8 @@ from farspan.domain.corpus import Place
 from farspan.domain.problems import Refusal
 from farspan.domain.suggest import advise
 from farspan.retrieval import stores
+from farspan.retrieval.bm25 import Lexical
 from farspan.retrieval.evaluate import Evaluation
-from farspan.retrieval.lexical import Lexical
 from farspan.retrieval.passages import Damaged, IndexedDocument, Passages
 from farspan.retrieval.stores import Store, StoreLocation, StoreModule, Vectors
 

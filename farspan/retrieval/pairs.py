@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from farspan.domain.corpus import Document
+from farspan.retrieval.bm25 import Lexical
 from farspan.retrieval.chunk import Chunk
-from farspan.retrieval.lexical import Lexical
+from farspan.retrieval.hybrid_ranking import query_form
 from farspan.retrieval.queries import opening_of
-from farspan.retrieval.rank import query_form
 
 #: Passages of a document at most that its title and its opening belong to: the first ones say best
 #: what it is about.

@@ -17,10 +17,10 @@ import numpy as np
 
 from farspan.corpus.copies import Copies
 from farspan.domain.corpus import Document, Heading
+from farspan.retrieval.bm25 import words
 from farspan.retrieval.chunk import Chunk, bare, head_length
-from farspan.retrieval.lexical import words
+from farspan.retrieval.hybrid_ranking import query_form
 from farspan.retrieval.outline import outline
-from farspan.retrieval.rank import query_form
 
 Kind = Literal["title", "question", "opening", "own"]
 #: Documents whose titles and openings are reported: at least, as far as the corpus has them, and at

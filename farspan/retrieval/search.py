@@ -16,11 +16,9 @@ from farspan.domain.corpus import Place, cite_place
 from farspan.domain.notebook import html_table
 from farspan.domain.problems import Refusal
 from farspan.domain.units import counted
+from farspan.retrieval.bm25 import NAME, content_words, words
 from farspan.retrieval.chunk import Chunk
-from farspan.retrieval.index import Index, IndexManifest, Recipe
-from farspan.retrieval.lexical import NAME, content_words, words
-from farspan.retrieval.passages import IndexedDocument
-from farspan.retrieval.rank import (
+from farspan.retrieval.hybrid_ranking import (
     DEPTH,
     SYSTEM_NAMES,
     Ints,
@@ -29,6 +27,8 @@ from farspan.retrieval.rank import (
     query_form,
     vector_scores,
 )
+from farspan.retrieval.index import Index, IndexManifest, Recipe
+from farspan.retrieval.passages import IndexedDocument
 from farspan.retrieval.stores import Scores, Vectors
 
 SNIPPET_CHARS = 300

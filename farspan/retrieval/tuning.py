@@ -27,9 +27,9 @@ from torch import Tensor
 
 from farspan.retrieval.cooccurrence import token_vectors
 from farspan.retrieval.index import FitSettings
+from farspan.retrieval.index_progress import IndexWork
 from farspan.retrieval.pairs import Pairs
 from farspan.retrieval.stores import Vectors
-from farspan.retrieval.work import IndexWork
 
 KINDS = ("passage", "query")
 #: One over the temperature that divides cosines (SimCSE, arXiv 2104.08821).

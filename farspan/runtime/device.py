@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from farspan._version import __version__
-from farspan.domain.caps import read_caps
+from farspan.domain.cgroup_limits import read_caps
 from farspan.domain.cluster import (
     GIVEN_GPU_VARIABLE,
     READY_VARIABLE,

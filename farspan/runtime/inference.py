@@ -9,14 +9,14 @@ from typing import Literal
 import torch
 
 from farspan.corpus import tokenizer as tokenizers
-from farspan.corpus.find import CORPORA, find_corpus
+from farspan.corpus.find_prepared import CORPORA, find_corpus
 from farspan.corpus.tokenizer import Tokenizer
 from farspan.domain.codec import load as load_struct
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.escapes import shell_line, shell_word
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord, cache_folder
-from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.checkpoint.layout import Corrupt
 from farspan.runtime.device import installed_torch, usable_gpus
 from farspan.runtime.model.decoder import Decoder
@@ -38,15 +38,15 @@ def load(run: RunFolder) -> Trained:
     checkpoint's. Raises Refusal (checkpoint-corrupt), also where the best are damaged and a
     checkpoint, which others may be in, is whole."""
     plan = run.load_plan()
-    shapes = checkpoint.shapes_of(plan, [checkpoint.MODEL])
+    shapes = checkpoint_folder.shapes_of(plan, [checkpoint_folder.MODEL])
     faults = list[str]()
     best = [run.best] if os.path.lexists(run.best) else []
-    paths = *best, *checkpoint.newest_first(run.checkpoints)
+    paths = *best, *checkpoint_folder.newest_first(run.checkpoints)
     for path in paths:
         try:
-            weights, progress, digest = checkpoint.read_weights(path, shapes)
+            weights, progress, digest = checkpoint_folder.read_weights(path, shapes)
         except Corrupt as error:
-            faults.append(checkpoint.printable(f"{path}: {error}"))
+            faults.append(checkpoint_folder.printable(f"{path}: {error}"))
             continue
         model = Decoder(plan.model, attention=plan.train.attention)
         model.load_state_dict(weights)

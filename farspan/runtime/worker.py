@@ -24,15 +24,15 @@ import numpy as np
 import torch
 
 from farspan._version import __version__
-from farspan.corpus import find
+from farspan.corpus import find_prepared
 from farspan.corpus import tokenizer as tokenizers
 from farspan.corpus.tokens import TokenFile, split_fingerprint
 from farspan.corpus.verbatim import verbatim_share
 from farspan.domain import catalog
-from farspan.domain import epoch as epochs
+from farspan.domain import epoch_fence as epochs
 from farspan.domain.codec import load, save
 from farspan.domain.corpus import SPLITS, CorpusManifest
-from farspan.domain.epoch import Epoch
+from farspan.domain.epoch_fence import Epoch
 from farspan.domain.memory_kills import own_group
 from farspan.domain.plan import Plan, find_flaw
 from farspan.domain.preemption import preemption_problem
@@ -50,12 +50,12 @@ from farspan.domain.results import (
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.train import TrainSpec
 from farspan.domain.units import counted, format_bytes
-from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.checkpoint.layout import Corrupt
 from farspan.runtime.comm.collective import WORKER_START_S, Group, connect_workers
+from farspan.runtime.comm.distribute_files import share_files
 from farspan.runtime.comm.heartbeat import SILENCE_S, How
 from farspan.runtime.comm.notices import Notices, run_secret
-from farspan.runtime.comm.ship import share_files
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.device import apply_lab_limits, environment, memory_is_full, open_device
 from farspan.runtime.model import huggingface
@@ -63,10 +63,10 @@ from farspan.runtime.model.decoder import Decoder, initial_parameters
 from farspan.runtime.model.generate import generate
 from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.stop_requests import Launcher, StopRequests
-from farspan.runtime.training.data import ReshuffledWindows, Windows
 from farspan.runtime.training.events import EventLog
-from farspan.runtime.training.parts import Worker
+from farspan.runtime.training.sample_order import ReshuffledWindows, Windows
 from farspan.runtime.training.trainer import Trainer
+from farspan.runtime.training.worker_parts import Worker
 
 #: Tokens of sample text that a finished run writes, and of the prompt before it.
 SAMPLE_TOKENS = 80
@@ -85,8 +85,8 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
             remedy="farspan train run.yaml",
         )
     record = load(run.record, RunRecord)
-    folder = find.require_corpus(run, manifest.hash)
-    remedy = find.mending_command(run, folder)
+    folder = find_prepared.require_corpus(run, manifest.hash)
+    remedy = find_prepared.mending_command(run, folder)
     training, held_out = (TokenFile.open(folder, split, manifest, remedy) for split in SPLITS)
     train = windows(training, plan.train)
     val = Windows(held_out.tokens, plan.train.seq_len)
@@ -256,8 +256,8 @@ def start_trainer(
     if group.rank == 0:  # The others write none.
         files = [file for file in run.checkpoints.rglob("*") if file.is_file()]
         stored = sum(file.stat().st_size for file in files)
-        needed = (plan.train.keep + 2) * checkpoint.bytes_needed(plan)
-        checkpoint.check_disk(run.path, needed - stored)
+        needed = (plan.train.keep + 2) * checkpoint_folder.bytes_needed(plan)
+        checkpoint_folder.check_disk(run.path, needed - stored)
     worker = build(plan, run, group, emit)
     requests = StopRequests(launcher)
     worker.stop = requests.asked

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from farspan.domain.plan import Replica
 from farspan.estimate.between_stages import edges
-from farspan.estimate.price import timed_stage
+from farspan.estimate.estimate_plan import timed_stage
 from farspan.estimate.stage import Costs
 
 #: Both sides are sums of the same figures, in another order.

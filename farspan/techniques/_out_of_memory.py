@@ -12,7 +12,7 @@ from farspan.domain.plan import Plan, Replica
 from farspan.domain.problems import Problem
 from farspan.domain.results import Estimate
 from farspan.domain.units import format_bytes
-from farspan.estimate.price import price, step
+from farspan.estimate.estimate_plan import price, step
 from farspan.techniques._bounds import passes_s
 from farspan.techniques._task import Task
 

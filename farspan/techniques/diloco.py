@@ -12,8 +12,8 @@ import msgspec
 
 from farspan.domain.plan import Mesh, Plan, Replica, Sync
 from farspan.domain.problems import Problem
+from farspan.estimate.estimate_plan import price
 from farspan.estimate.memory import MEETING
-from farspan.estimate.price import price
 from farspan.techniques import data, fsdp, pipeshard, zero2
 from farspan.techniques._out_of_memory import best
 from farspan.techniques._search.one_stage import rows_by_speed, too_few_rows

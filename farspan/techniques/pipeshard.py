@@ -21,14 +21,14 @@ import msgspec
 
 from farspan.domain.plan import Plan, Replica
 from farspan.domain.problems import Problem
-from farspan.estimate.price import step
+from farspan.estimate.estimate_plan import step
 from farspan.techniques import shard
 from farspan.techniques._bounds import passes_s, stages_s
-from farspan.techniques._search.even import even_splits
-from farspan.techniques._search.moves import ALL_MOVES, improved
+from farspan.techniques._search.even_grid import even_splits
+from farspan.techniques._search.local_moves import ALL_MOVES, improved
 from farspan.techniques._search.one_stage import one_device
 from farspan.techniques._search.slices import EVERY_RUN, Tables, stage_of
-from farspan.techniques._search.stages import Solution, StageSearch
+from farspan.techniques._search.stage_partition import Solution, StageSearch
 from farspan.techniques._task import Task, cannot
 
 #: Solutions of the stage search that the full estimator prices: on up to EVERY_RUN devices, and on

@@ -19,9 +19,9 @@ from farspan.domain.results import Estimate
 from farspan.domain.suggest import advise
 from farspan.domain.train import Schedule, TrainSpec
 from farspan.domain.units import parse_count
-from farspan.estimate.price import estimate
+from farspan.estimate.estimate_plan import estimate
+from farspan.planning.plan_question import model_of
 from farspan.planning.quantities import parse_positive
-from farspan.planning.question import model_of
 from farspan.techniques import Task
 from farspan_studies.bench.matrix import Cell, Matrix, Shape
 from farspan_studies.papers.published import fabric, published_plan

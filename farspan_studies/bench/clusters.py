@@ -39,7 +39,7 @@ def cluster_of(matrix: Matrix, label: str) -> Iterator[Cluster]:
     """Return a cluster of the matrix, its lab up for as long as the `with` lasts."""
     entry = matrix.clusters[label]
     if entry == THIS_MACHINE:
-        from farspan.launch.probe import Probe, check_gpus
+        from farspan.launch.probe_client import Probe, check_gpus
 
         check_gpus("auto")
         with Probe() as probe:

@@ -29,7 +29,7 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.run import cache_folder, source_commit
 from farspan.domain.units import format_seconds, parse_count, parse_duration, short_time
-from farspan.launch.lock import lock_file
+from farspan.launch.folder_lock import lock_file
 from farspan.launch.trial import NUM_WARMUP_STEPS, TrialLimits, predicted_s, run_trial
 from farspan.planning.model_speed import hourly_price
 from farspan.planning.quantities import parse_positive

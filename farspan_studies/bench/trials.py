@@ -16,10 +16,10 @@ from farspan.domain.codec import content_hash, load, save
 from farspan.domain.engine import load_engine
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Plan
-from farspan.domain.probe import ProbeResult
+from farspan.domain.probe_requests import ProbeResult
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.train import TrainSpec
-from farspan.launch.probe import Probe
+from farspan.launch.probe_client import Probe
 from farspan.planning import model_speed
 from farspan_studies.bench.cases import Case, seq_len_of, spec_of
 from farspan_studies.bench.clusters import There

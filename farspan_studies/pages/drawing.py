@@ -56,7 +56,7 @@ def drawn_bench(rows: Sequence[Row], folder: Path, *, predicted: bool) -> list[D
 
 
 def _drawn(name: str, plan: Plan, cluster: Cluster, caption: str) -> Drawn:
-    from farspan.estimate.price import price
+    from farspan.estimate.estimate_plan import price
     from farspan.planning.why import costs_of
     from farspan.report.plan_picture import picture
     from farspan_studies.pages.drawn import Drawn

@@ -14,7 +14,7 @@ from statistics import median
 import msgspec
 
 from farspan.domain.units import format_count, format_usd, short_time
-from farspan.estimate.loss import loss
+from farspan.estimate.scaling_law import loss
 from farspan.report.charts import COLOURS, Axis, Chart, Series
 from farspan_studies.bench.matrix import Row, figures
 from farspan_studies.pages.bars import Bar, Bars, Dot, Dots, spread, tint

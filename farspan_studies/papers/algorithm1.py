@@ -28,7 +28,7 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.trial import Trial
-from farspan.estimate.price import price
+from farspan.estimate.estimate_plan import price
 from farspan.planning.select import SelectionTask
 from farspan.techniques import Task
 from farspan_studies.papers.published import alpa_tflops

@@ -18,8 +18,8 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.engine import Engine
 from farspan.domain.plan import GradSync, Inputs, Mesh, Plan, Replica, Stage
 from farspan.domain.train import TrainSpec
+from farspan.estimate.estimate_plan import price
 from farspan.estimate.network import Network
-from farspan.estimate.price import price
 from farspan.estimate.stage import Costs
 from farspan_studies.papers.calibrate import constant, fit, with_constants
 from farspan_studies.papers.published import (

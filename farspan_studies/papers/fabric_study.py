@@ -26,7 +26,7 @@ from farspan.domain.plan import Plan
 from farspan.domain.results import Estimate
 from farspan.domain.train import TrainSpec
 from farspan.domain.units import format_bytes
-from farspan.estimate.price import estimate
+from farspan.estimate.estimate_plan import estimate
 from farspan_studies.papers.calibrate import constant, fit, with_constants
 from farspan_studies.papers.published import (
     COUNTED,

@@ -24,8 +24,8 @@ from farspan.domain.engine import load_engine
 from farspan.domain.model import ModelSpec, train_flops_per_token
 from farspan.domain.plan import Axis, Edge, GradSync, Inputs, Mesh, Plan, Replica, Stage
 from farspan.domain.train import TrainSpec
+from farspan.estimate.estimate_plan import price
 from farspan.estimate.network import Network
-from farspan.estimate.price import price
 from farspan.estimate.stage import Costs
 from farspan_studies.papers.published import planned_devices
 from farspan_studies.papers.published_runs import (

@@ -17,7 +17,7 @@ from farspan.app import training
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import Step, read_events
 from farspan.domain.run import RunFolder
-from farspan.launch.lease import Lease
+from farspan.launch.run_lock import Lease
 from tests import tiny
 from tests.app.supervised import made
 from tests.examples import slow_after

@@ -26,10 +26,10 @@ from farspan.domain.clusterfile import load_cluster
 from farspan.domain.codec import load_yaml
 from farspan.domain.config import RunConfig
 from farspan.domain.engine import load_engine
-from farspan.domain.epoch import read_ledger
+from farspan.domain.epoch_fence import read_ledger
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.run import RunFolder
-from farspan.estimate.price import estimate
+from farspan.estimate.estimate_plan import estimate
 from farspan.launch import trust
 from farspan.runtime.worker import check_plan
 

@@ -11,7 +11,7 @@ from nbclient import NotebookClient
 from farspan.app.notebook_bar import NotebookBar
 from farspan.app.updates import Note
 from farspan.domain.results import Step, Warned
-from farspan.retrieval.work import IndexWork
+from farspan.retrieval.index_progress import IndexWork
 from tests.cli.conftest import WORDS
 
 

@@ -17,8 +17,8 @@ from farspan.app.jobs import Job, register_job, wait_for_orphans
 from farspan.domain.codec import load, save
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
-from farspan.launch.lease import Lease
-from farspan.launch.lock import lock_holders
+from farspan.launch.folder_lock import lock_holders
+from farspan.launch.run_lock import Lease
 from tests import tiny
 from tests.launch.test_launchers import TRAIN
 from tests.waiting import LIMIT_S, wait_for
@@ -27,7 +27,7 @@ from tests.waiting import LIMIT_S, wait_for
 HOLD = """
 import sys
 from pathlib import Path
-from farspan.launch.lock import lock_file
+from farspan.launch.folder_lock import lock_file
 lock = lock_file(Path(sys.argv[1]), "held", Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()

@@ -17,17 +17,17 @@ import pytest
 from msgspec.structs import replace
 
 from farspan.app.replanning import plan_without_hosts
-from farspan.domain.epoch import read_ledger
+from farspan.domain.epoch_fence import read_ledger
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import Finished, Recovered, Saved, Step, Warned, read_events
 from farspan.launch.launchers import launch_workers
-from farspan.launch.lease import Lease
+from farspan.launch.run_lock import Lease
 from farspan.launch.spares import Spares
 from farspan.launch.workers import SupervisorState
 from farspan.report.history import follow_events
 from farspan.runtime.checkpoint.layout import TrainerState
 from farspan.runtime.comm.topology import Topology
-from farspan.runtime.training.data import Order, Windows
+from farspan.runtime.training.sample_order import Order, Windows
 from farspan.semantics.identity import training_key
 from tests import tiny
 from tests.app.supervised import Watched, made
@@ -323,7 +323,7 @@ def test_spare_workers_end_when_their_supervisor_process_dies(tmp_path, stopped)
 import os, signal
 from pathlib import Path
 from farspan.domain.run import RunFolder
-from farspan.launch.lease import Lease
+from farspan.launch.run_lock import Lease
 from farspan.launch.spares import Spares
 from tests import tiny
 from tests.app.test_supervisor import TWO

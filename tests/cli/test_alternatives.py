@@ -10,7 +10,7 @@ from farspan import models
 from farspan.app.plans import best_plan
 from farspan.app.resolving import Resolved
 from farspan.cli.console import Console
-from farspan.cli.show import Show
+from farspan.cli.show_updates import Show
 from farspan.domain.config import ParallelConfig
 from farspan.domain.corpus import CorpusManifest, Split
 from farspan.domain.problems import Refusal

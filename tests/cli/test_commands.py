@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from farspan.app import checks, configs
+from farspan.app import configs, preflight_checks
 from farspan.cli import arguments, main
 from farspan.domain.codec import load_yaml
 from farspan.domain.config import DataConfig, RunConfig
@@ -130,7 +130,7 @@ def test_a_run_is_not_made_over_the_folder_that_it_leads_back_to(
     (tmp_path / "run.yaml").write_text("data: docs\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Refusal) as refusal:
-        checks.refuse_existing(Path("runs/.."), "another folder")
+        preflight_checks.refuse_existing(Path("runs/.."), "another folder")
     assert refusal.value.problem.code == "run-exists"
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from farspan.cli.index_progress import IndexProgress
 from farspan.domain.problems import EXIT_CODES
-from farspan.retrieval.work import IndexWork
+from farspan.retrieval.index_progress import IndexWork
 from tests.cli.conftest import Farspan
 from tests.waiting import LIMIT_S, wait_for
 
@@ -24,7 +24,7 @@ from tests.waiting import LIMIT_S, wait_for
 STOPPING = """
 import os, signal, sys
 from farspan.cli.main import main
-from farspan.retrieval.work import IndexWork
+from farspan.retrieval.index_progress import IndexWork
 did, batches = IndexWork.did, []
 def did_then_stop(work, amount, *, kept=False):
     did(work, amount, kept=kept)

@@ -23,7 +23,7 @@ from farspan.cli.progress import LINE_INTERVAL_S, TrainingDisplay
 from farspan.domain.model import train_flops_per_token
 from farspan.domain.plan import Plan
 from farspan.domain.results import Finished, Rescheduled, Saved, Step, Validated, Warned
-from farspan.report.so_far import RECENT_STEPS
+from farspan.report.run_progress import RECENT_STEPS
 from tests.report.fake_run import MODEL, START, make_plan, one_step, started, train_events
 
 
@@ -353,7 +353,7 @@ import time
 import msgspec
 from farspan.app.updates import Ended, Training
 from farspan.cli.console import Console
-from farspan.cli.show import Show
+from farspan.cli.show_updates import Show
 from farspan.domain.results import Rescheduled, Warned
 from tests.report.fake_run import make_plan, train_events
 

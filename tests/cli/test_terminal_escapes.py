@@ -38,12 +38,12 @@ OWN = re.compile(r"\x1b\[(?!45m)[0-9;]*m|\x1b\[(?:1A|2K|\?25[lh])|\r")
 PRINTERS = {"farspan/cli/console.py", "farspan/cli/display.py"}
 #: Answers to a program at the other end of a pipe.
 PIPES = {
-    "farspan/domain/caps.py",
+    "farspan/domain/cgroup_limits.py",
     "farspan/launch/agent.py",
     "farspan/launch/ray_driver.py",
     "farspan/launch/trial.py",
-    "farspan/runtime/checkpoint/checkpoint.py",
-    "farspan/runtime/probe.py",
+    "farspan/runtime/checkpoint/checkpoint_folder.py",
+    "farspan/runtime/probe_process.py",
     "farspan/runtime/spare.py",
     "farspan_lab/supervisor.py",
 }

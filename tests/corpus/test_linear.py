@@ -16,8 +16,8 @@ from farspan.corpus.documents import cut_document
 from farspan.corpus.sources import open_source
 from farspan.corpus.tokenizer import Tokenizer, train_tokenizer
 from farspan.domain.corpus import Document
+from farspan.retrieval.bm25 import words
 from farspan.retrieval.chunk import chunk_document
-from farspan.retrieval.lexical import words
 from farspan.retrieval.queries import body_of, questions_of
 
 PACKAGE = str(Path(farspan.__file__).parent)

@@ -25,8 +25,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.corpus import pack, tokens
 from farspan.corpus import prepare as module
+from farspan.corpus import shard_files, tokens
 from farspan.corpus import tokenizer as tokenizers
 from farspan.corpus.documents import read_documents
 from farspan.corpus.entropy import ngram_entropies
@@ -88,7 +88,7 @@ def texts() -> list[str]:
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack, "SHARD_BYTES", 8_000)
+    monkeypatch.setattr(shard_files, "SHARD_BYTES", 8_000)
 
 
 def test_token_files_hold_every_kept_document_once(
@@ -197,7 +197,7 @@ def test_interrupted_work_is_resumed_where_it_was(
 ) -> None:
     source = write(tmp_path / "text", texts)
     expected, _ = made(source, tmp_path / "whole")
-    owner = module.dedup if victim == "sign" else pack
+    owner = module.dedup if victim == "sign" else shard_files
     original = getattr(owner, victim)
     calls = Counter[str]()
 
@@ -255,7 +255,7 @@ def test_old_work_that_is_resumed_is_kept(
     def encode_shard(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pack, "encode_shard", encode_shard)
+    monkeypatch.setattr(shard_files, "encode_shard", encode_shard)
     source = write(tmp_path / "text", texts)
     root = tmp_path / "root"
     long_ago = time.time() - 30 * 86_400

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.corpus import find, tokens
+from farspan.corpus import find_prepared, tokens
 from farspan.corpus.tokens import TokenFile, VerifiedArray, checksums_of, split_fingerprint
 from farspan.domain.codec import load, to_json
 from farspan.domain.corpus import BLOCK_BYTES, SENT, CorpusManifest, token_file_sizes
@@ -153,9 +153,9 @@ def test_damaged_document_ends_are_noticed_where_documents_are_reshuffled(
 def test_a_damaged_copy_that_another_host_sent_counts_as_none(whole: Path, tmp_path: Path) -> None:
     copy = tmp_path / f"{SENT}{tiny.CORPUS_HASH}"
     manifest = damaged(whole, copy, "train.bin", 20_000)
-    assert find.is_corpus(copy, tiny.CORPUS_HASH)
+    assert find_prepared.is_corpus(copy, tiny.CORPUS_HASH)
     assert problem_of(tokens.verify_corpus, copy, manifest).code == "corpus-damaged"
-    assert not find.is_corpus(copy, tiny.CORPUS_HASH)
+    assert not find_prepared.is_corpus(copy, tiny.CORPUS_HASH)
 
 
 def test_a_corpus_of_an_earlier_version_is_read_as_it_is(whole: Path, tmp_path: Path) -> None:

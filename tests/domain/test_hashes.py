@@ -18,7 +18,7 @@ from farspan.domain.plan import Inputs, Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
 from farspan.runtime.checkpoint.layout import StoredSlice
-from farspan.runtime.comm.ship import ShipmentOffer
+from farspan.runtime.comm.distribute_files import ShipmentOffer
 from tests.report.fake_run import CORPUS, make_plan
 
 HASH = content_hash("a corpus")

@@ -12,7 +12,7 @@ from farspan.runtime.comm.topology import Topology
 from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.model.tensor_axis import TensorAxis
 from farspan.runtime.state.zero_buckets import ALIGNED, ZeroDivision, divide_buckets, owned_length
-from farspan.semantics.matrices import (
+from farspan.semantics.muon_matrices import (
     block_matrices,
     matrices,
     owned_matrices,

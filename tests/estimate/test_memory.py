@@ -9,6 +9,7 @@ import pytest
 from farspan import models
 from farspan.domain.cluster import Interconnect, Link
 from farspan.domain.plan import GradSync, Sync
+from farspan.estimate.estimate_plan import estimate
 from farspan.estimate.memory import (
     activations_per_row,
     local_parameters,
@@ -16,7 +17,6 @@ from farspan.estimate.memory import (
     replayed_per_row,
     state_bytes,
 )
-from farspan.estimate.price import estimate
 from farspan.semantics.tensor_sharding import RESIDUAL
 from tests.estimate.parts import (
     TIED,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from farspan import models
 from farspan.domain.cluster import Cluster, Device, Host, Interconnect, Link
 from farspan.domain.engine import load_engine
-from farspan.estimate.price import estimate
+from farspan.estimate.estimate_plan import estimate
 from tests.estimate.parts import plans
 
 ENGINES = ("farspan", "torch2024", "megatron2021", "compiled2024", "alpa2022")

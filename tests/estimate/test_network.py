@@ -22,8 +22,8 @@ from farspan.domain.cluster import (
     Site,
 )
 from farspan.domain.plan import Plan
+from farspan.estimate.estimate_plan import estimate
 from farspan.estimate.network import LOCAL_DELAY_S, SEGMENT, UNKNOWN_LINK_BANDWIDTH, Network, NoLink
-from farspan.estimate.price import estimate
 from farspan.semantics.communications import WireFlow
 from tests.estimate.parts import (
     ENGINES,

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from farspan.domain.plan import Replica, Sync
-from farspan.estimate.loss import loss, tokens_for
 from farspan.estimate.replicas import EXCESS, LATER, SPREAD, excess, token_efficiency
+from farspan.estimate.scaling_law import loss, tokens_for
 from tests.estimate.parts import cluster, device, mesh, plan, stage
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from farspan.estimate.price import step
+from farspan.estimate.estimate_plan import step
 from farspan.estimate.stage_time import stage_time
 from farspan.estimate.traffic import between_sites, traffic
 from farspan.planning.why import costs_of

@@ -14,7 +14,7 @@ import pytest
 
 from farspan import models
 from farspan.app.extensions import find_extensions
-from farspan.app.pricing import load_exporter
+from farspan.app.predictions import load_exporter
 from farspan.cli.main import main
 from farspan.domain.codec import save
 from farspan.domain.engine import load_engine
@@ -23,7 +23,7 @@ from farspan.domain.plan import Edge, GradSync, Mesh, Plan, Replica, Stage, Sync
 from farspan.domain.problems import Refusal
 from farspan.domain.train import Muon, Optimizer, Schedule
 from farspan.launch import clusters
-from farspan.planning.question import Question, model_of, train_of
+from farspan.planning.plan_question import Question, model_of, train_of
 from farspan.techniques import Task, technique
 from farspan_exports.deepspeed import uniform
 from farspan_exports.exporter import Exported

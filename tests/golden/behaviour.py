@@ -31,7 +31,7 @@ from farspan.domain.train import Muon, Regularization
 from farspan.estimate.network import Network
 from farspan.estimate.stage import Costs
 from farspan.estimate.traffic import traffic
-from farspan.retrieval.rank import System
+from farspan.retrieval.hybrid_ranking import System
 from farspan.retrieval.search import search
 from tests.golden.commands import RUN, desk
 from tests.runtime import jobs

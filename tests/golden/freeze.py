@@ -48,7 +48,7 @@ from farspan.cli.main import main
 from farspan.domain.engine import load_engine
 from farspan.domain.plan import Plan
 from farspan.domain.trial import Trial
-from farspan.estimate.price import estimate
+from farspan.estimate.estimate_plan import estimate
 from farspan.planning.candidate import Candidate, Refused
 from farspan.planning.rank import rank_plans
 from farspan.planning.select import SelectionTask, select_by_trials

@@ -15,7 +15,7 @@ from farspan.domain.clusterfile import load_cluster
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Plan, PlannedDevice
 from farspan.domain.train import TrainSpec
-from farspan.planning.question import model_of
+from farspan.planning.plan_question import model_of
 from tests.runtime.random_plans import random_plan
 
 KINDS = ("a30", "t4", "rtx6000", "a100-80", "a100-40", "h100", "cpu-avx2", "cpu-avx512")

@@ -13,7 +13,7 @@ from farspan.domain.cluster import Cluster, Host
 from farspan.domain.clusterfile import load_cluster, save_cluster
 from farspan.domain.engine import load_engine
 from farspan.domain.train import TrainSpec
-from farspan.launch import measure as measuring
+from farspan.launch import cluster_measurement as measuring
 from farspan.techniques import Task
 from farspan_lab import devices
 from farspan_lab.cluster import cpus, of_lab

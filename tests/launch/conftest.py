@@ -48,14 +48,14 @@ def far(tmp_path: Path) -> Host:
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No machine is too busy for a host to answer in time."""
     monkeypatch.setattr("farspan.launch.hosts.HOST_START_S", LIMIT_S)
-    monkeypatch.setattr("farspan.launch.remote_run.RUN_ANSWER_S", LIMIT_S)
-    monkeypatch.setattr("farspan.launch.examine.REACH_S", LIMIT_S)
+    monkeypatch.setattr("farspan.launch.run_folder_transfer.RUN_ANSWER_S", LIMIT_S)
+    monkeypatch.setattr("farspan.launch.network_examination.REACH_S", LIMIT_S)
 
 
 @pytest.fixture
 def impatient(_patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections that do not come about are waited for through two SYNs, not three."""
-    monkeypatch.setattr("farspan.launch.examine.REACH_S", 3.0)
+    monkeypatch.setattr("farspan.launch.network_examination.REACH_S", 3.0)
 
 
 @pytest.fixture

@@ -22,12 +22,12 @@ from farspan.domain.problems import Refusal
 from farspan.domain.results import Finished, Recovered, Saved, Started, read_events
 from farspan.domain.run import RunFolder
 from farspan.domain.units import counted
-from farspan.estimate.price import estimate
+from farspan.estimate.estimate_plan import estimate
 from farspan.launch.checkpoint_mirror import CheckpointMirror
 from farspan.launch.processes import run_folder
 from farspan.report.history import follow_events
-from farspan.report.so_far import SoFar
-from farspan.runtime.checkpoint import checkpoint
+from farspan.report.run_progress import SoFar
+from farspan.runtime.checkpoint import checkpoint_folder
 from tests import tiny
 from tests.app.supervised import Watched, made
 from tests.launch.test_launchers import TRAIN
@@ -109,7 +109,7 @@ def saved_there(there: RunFolder, step: int, content: bytes = b"whole") -> None:
 
 
 def here(run: RunFolder) -> list[int]:
-    return sorted(checkpoint.step_of(path) for path in run.checkpoints.glob("step-*"))
+    return sorted(checkpoint_folder.step_of(path) for path in run.checkpoints.glob("step-*"))
 
 
 def test_one_copy_is_made_at_a_time_and_a_newer_checkpoint_replaces_a_waiting_one(

@@ -24,10 +24,16 @@ from farspan.domain.clusterfile import save_cluster
 from farspan.domain.gpus import Gpu, Nvidia, Wheel
 from farspan.domain.problems import Refusal
 from farspan.launch import agent, rendezvous
-from farspan.launch.examine import Examination, HostFacts, HostPath, examine_cluster, pair_rounds
 from farspan.launch.findings import OLDEST_PYTHON, list_findings
 from farspan.launch.hosts import Agent, by_client, host_command
-from farspan.launch.probe import Probe
+from farspan.launch.network_examination import (
+    Examination,
+    HostFacts,
+    HostPath,
+    examine_cluster,
+    pair_rounds,
+)
+from farspan.launch.probe_client import Probe
 from farspan_lab import spec, state
 from tests import smi
 from tests.waiting import LIMIT_S, wait_for

@@ -21,7 +21,7 @@ from farspan.domain.results import Finished, Step, read_events
 from farspan.domain.run import RunRecord
 from farspan.launch.launchers import launch_workers, torchrun
 from farspan.launch.processes import HostProcess, run_folder
-from farspan.launch.remote_run import RemoteRun
+from farspan.launch.run_folder_transfer import RemoteRun
 from farspan.launch.trial import Deadline
 from farspan.launch.workers import Workers
 from farspan.runtime.model import huggingface

@@ -20,7 +20,7 @@ from farspan.domain.cluster_json import save_cluster_json
 from farspan.domain.problems import Problem
 from farspan.domain.results import Finished, Step, read_events
 from farspan.domain.run import RunFolder
-from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.checkpoint import checkpoint_folder
 from tests import tiny
 from tests.launch.test_launchers import LONG
 from tests.waiting import LIMIT_S, wait_for
@@ -99,7 +99,9 @@ def ends_and_has_saved(run: RunFolder) -> None:
     wait_for(lambda: not processes(str(run.path)), "no process of the run is left")
     *_, last = read_events(run.events)
     assert isinstance(last, Finished) and last.reason == "interrupted" and last.step < LONG.steps
-    assert any(checkpoint.verify(path) for path in checkpoint.newest_first(run.checkpoints))
+    assert any(
+        checkpoint_folder.verify(path) for path in checkpoint_folder.newest_first(run.checkpoints)
+    )
     with open(run.lock, "ab") as lock:
         wait_for(lambda: free(lock.fileno()), "the lock is free")
 

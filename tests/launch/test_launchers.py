@@ -30,7 +30,7 @@ from farspan.launch.launchers.ray import (
     require_token,
 )
 from farspan.launch.processes import run_folder
-from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.checkpoint import checkpoint_folder
 from farspan_lab import state
 from farspan_lab.cluster import of_lab
 from tests import tiny
@@ -289,7 +289,9 @@ def test_killed_worker_ends_all_others_and_is_named_for_any_kind_of_plan(
     assert "SIGKILL" in problem.fact
     assert "resume" in problem.remedy
     wait_until_all_ended(run)
-    assert all(checkpoint.verify(path) for path in checkpoint.newest_first(run.checkpoints))
+    assert all(
+        checkpoint_folder.verify(path) for path in checkpoint_folder.newest_first(run.checkpoints)
+    )
 
 
 @pytest.mark.slow

@@ -27,16 +27,16 @@ from farspan.domain.run import RunFolder, RunRecord, SpareTask
 from farspan.domain.train import TrainSpec
 from farspan.launch import trust
 from farspan.launch.launchers import launch_workers
-from farspan.launch.lease import Lease
 from farspan.launch.processes import run_folder
-from farspan.launch.remote_run import RemoteRun
+from farspan.launch.run_folder_transfer import RemoteRun
+from farspan.launch.run_lock import Lease
 from farspan.report.tensorboard import TensorBoard
+from farspan.retrieval.index_progress import IndexWork
 from farspan.retrieval.stores import StoreLocation
 from farspan.retrieval.stores import load as load_store
-from farspan.retrieval.work import IndexWork
 from farspan.runtime import spare
-from farspan.runtime.checkpoint import checkpoint
-from farspan.runtime.checkpoint.stored import OwnedSlice
+from farspan.runtime.checkpoint import checkpoint_folder
+from farspan.runtime.checkpoint.slice_files import OwnedSlice
 from farspan.runtime.training.events import EventLog
 from farspan_lab import state
 from farspan_lab.cluster import of_lab
@@ -76,7 +76,7 @@ def home_of(far: Host, folder: Path) -> Path:
 def write_part(run: RunFolder) -> None:
     path = run.checkpoints / "step-00000004"
     slices = [OwnedSlice("model/w", (2,), (0,), torch.zeros(2))]
-    checkpoint.write_part(path, 0, slices)
+    checkpoint_folder.write_part(path, 0, slices)
 
 
 def embed_block(run: RunFolder) -> None:

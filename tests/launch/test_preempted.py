@@ -15,12 +15,12 @@ from msgspec.structs import replace
 
 from farspan.app.jobs import read_status
 from farspan.domain.cluster_json import save_cluster_json
-from farspan.domain.epoch import read_ledger
+from farspan.domain.epoch_fence import read_ledger
 from farspan.domain.problems import EXIT_CODES, Problem, Refusal
 from farspan.domain.results import Finished, Recovered, Saved, Step, read_events
 from farspan.domain.run import RunFolder
 from farspan.launch.launchers import launch_workers
-from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.checkpoint import checkpoint_folder
 from tests import tiny
 from tests.app.supervised import Watched, made
 from tests.launch.test_killed import holders, processes, said, started
@@ -154,7 +154,7 @@ def test_a_signal_to_all_workers_is_a_stop_that_resume_takes_up(tmp_path):
     run = made(tmp_path / "run", TWO)
     watched, ending = trained_through(run, lambda watched: signal_together(pids_of(watched)))
     assert isinstance(ending, Finished) and ending.reason == "interrupted" and not watched.faulted
-    assert next(checkpoint.newest_first(run.checkpoints)).name.endswith(str(ending.step))
+    assert next(checkpoint_folder.newest_first(run.checkpoints)).name.endswith(str(ending.step))
 
 
 @pytest.mark.slow
@@ -264,8 +264,8 @@ def assert_preempted(run: RunFolder, ranks: tuple[int, ...]) -> None:
     assert end.step == max(
         event.step for event in read_events(run.events) if isinstance(event, Step)
     )
-    newest = next(checkpoint.newest_first(run.checkpoints))
-    assert newest.name.endswith(str(end.step)) and checkpoint.verify(newest)
+    newest = next(checkpoint_folder.newest_first(run.checkpoints))
+    assert newest.name.endswith(str(end.step)) and checkpoint_folder.verify(newest)
 
 
 # -- under other launchers
@@ -291,7 +291,7 @@ def test_a_signal_to_all_workers_under_another_launcher_is_a_stop(tmp_path, laun
     run = made(tmp_path / "run", TWO, launcher=launcher)
     watched, ending = trained_through(run, lambda watched: preempt(run, 0, 1))
     assert isinstance(ending, Finished) and ending.reason == "interrupted" and not watched.faulted
-    assert next(checkpoint.newest_first(run.checkpoints)).name.endswith(str(ending.step))
+    assert next(checkpoint_folder.newest_first(run.checkpoints)).name.endswith(str(ending.step))
 
 
 @pytest.mark.slow
@@ -315,7 +315,7 @@ def test_an_agent_that_gets_the_signal_is_preempted_with_its_workers(tmp_path, a
     wait_for(lambda: not processes(str(run.path)), "no process of the run is left")
     *_, end = read_events(run.events)
     assert isinstance(end, Finished) and end.reason == "interrupted"
-    assert next(checkpoint.newest_first(run.checkpoints)).name.endswith(str(end.step))
+    assert next(checkpoint_folder.newest_first(run.checkpoints)).name.endswith(str(end.step))
 
 
 # -- hosts
@@ -352,7 +352,7 @@ def test_a_host_that_is_preempted_whole_is_not_tried_again_at_once(tmp_path, clu
     utah, star = (replace(TWO.devices[0], host=host) for host in ("utah", "star"))
     run = made(tmp_path / "run", replace(TWO, devices=(utah, star)))
     save_cluster_json(cluster, run.cluster)
-    monkeypatch.setattr("farspan.app.faults.NOTICE_S", 1.0)
+    monkeypatch.setattr("farspan.app.restart_policy.NOTICE_S", 1.0)
     watched, ending = trained_through(run, lambda watched: preempt(run, 1))
     assert isinstance(ending, Finished) and ending.reason == "interrupted"
     assert watched.faulted[0].problem.host == "star"

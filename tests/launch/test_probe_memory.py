@@ -103,7 +103,7 @@ def test_the_killed_probe_of_one_of_two_devices_is_named_and_the_other_is_kept(t
 
 def is_probe(pid: int) -> bool:
     try:
-        return b"farspan.runtime.probe" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"farspan.runtime.probe_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

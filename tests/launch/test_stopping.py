@@ -21,7 +21,7 @@ from farspan.launch import workers as module
 from farspan.launch.launchers import launch_workers
 from farspan.launch.processes import HostProcess
 from farspan.launch.workers import Workers
-from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.checkpoint import checkpoint_folder
 from tests import tiny
 from tests.launch.test_launchers import LONG, TRAIN
 from tests.waiting import LIMIT_S, wait_for
@@ -192,7 +192,7 @@ def test_an_interrupt_reaches_a_worker_behind_ssh_which_saves(far, tmp_path):
             last = event
     assert isinstance(last, Finished) and last.reason == "interrupted"
     (saved,) = run.checkpoints.glob("step-*")
-    assert checkpoint.verify(saved)
+    assert checkpoint_folder.verify(saved)
     assert not subprocess.run(
         ["pgrep", "-f", f"farspan.runtime.worker {tmp_path}"], capture_output=True
     ).stdout

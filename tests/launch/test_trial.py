@@ -18,7 +18,7 @@ from farspan.domain.engine import load_engine
 from farspan.domain.model import count_parameters
 from farspan.domain.plan import PlannedDevice, Sync
 from farspan.domain.results import Finished, read_events
-from farspan.estimate.price import estimate
+from farspan.estimate.estimate_plan import estimate
 from farspan.launch.trial import (
     NUM_WARMUP_STEPS,
     TrialLimits,
@@ -28,7 +28,7 @@ from farspan.launch.trial import (
     step_times,
     trial_limits,
 )
-from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.semantics.identity import plan_key
 from farspan_lab import state
 from farspan_lab.cluster import of_lab
@@ -224,7 +224,7 @@ def test_trial_deadline_of_replicas_includes_its_more_frequent_outer_syncs():
 def test_run_on_a_remote_site_resumes_from_its_step_and_is_fetched_complete(
     sites, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("farspan.launch.remote_run.PULL_S", 0.1)
+    monkeypatch.setattr("farspan.launch.run_folder_transfer.PULL_S", 0.1)
     run = tiny.run_folder(tmp_path / "far" / "run", at_star(ENDLESS))
     before = losses_until(1, run, sites)
     after = losses_until(last_step(before) + 4, run, sites)
@@ -233,4 +233,4 @@ def test_run_on_a_remote_site_resumes_from_its_step_and_is_fetched_complete(
     assert_resumed(before, after, losses_until(last_step(after), alone, here))
     *_, last = read_events(run.events)
     assert isinstance(last, Finished) and last.step == last_step(after)
-    assert checkpoint.verify(run.checkpoints / f"step-{last.step:08d}")
+    assert checkpoint_folder.verify(run.checkpoints / f"step-{last.step:08d}")

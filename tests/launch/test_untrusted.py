@@ -24,10 +24,10 @@ from farspan.domain.results import read_events
 from farspan.domain.run import RunRecord
 from farspan.domain.train import TrainSpec
 from farspan.launch import checkpoint_mirror, trust
-from farspan.launch.examine import probe_path
 from farspan.launch.hosts import Agent, ask_shell, host_command
+from farspan.launch.network_examination import probe_path
 from farspan.launch.processes import run_folder
-from farspan.launch.remote_run import RemoteRun
+from farspan.launch.run_folder_transfer import RemoteRun
 from tests import tiny
 from tests.waiting import LIMIT_S
 

@@ -17,9 +17,10 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.engine import load_engine
 from farspan.domain.model import ModelSpec, count_parameters
 from farspan.domain.train import TrainSpec
-from farspan.estimate.price import estimate, price
+from farspan.estimate.estimate_plan import estimate, price
 from farspan.launch import clusters
 from farspan.planning.candidate import Refused
+from farspan.planning.cluster_parts import all_parts
 from farspan.planning.fit import (
     Ground,
     Ladder,
@@ -31,8 +32,7 @@ from farspan.planning.fit import (
     with_memory,
 )
 from farspan.planning.misfit import explain_misfit, multiply_hosts
-from farspan.planning.parts import all_parts
-from farspan.planning.question import Question, model_of, train_of
+from farspan.planning.plan_question import Question, model_of, train_of
 from farspan.planning.rank import price_technique, rank_plans
 from farspan.techniques import Task
 from farspan.techniques._out_of_memory import shortage

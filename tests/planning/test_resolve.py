@@ -16,7 +16,7 @@ from farspan.domain.cluster import Cluster, Device, Host, Site
 from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest, Split
 from farspan.domain.model import count_parameters
-from farspan.domain.probe import ProbeResult, Speed
+from farspan.domain.probe_requests import ProbeResult, Speed
 from farspan.domain.problems import Refusal
 from farspan.planning.recipe import peak_rate
 from farspan.planning.resolve import resolve_config

@@ -18,15 +18,15 @@ from farspan.domain.problems import Problem
 from farspan.domain.train import TrainSpec
 from farspan.domain.trial import Trial
 from farspan.estimate.devices import devices
-from farspan.estimate.loss import loss
+from farspan.estimate.estimate_plan import estimate
 from farspan.estimate.network import Network
-from farspan.estimate.price import estimate
+from farspan.estimate.scaling_law import loss
 from farspan.estimate.stage import Costs
-from farspan.planning.learn import Observation, Paced, learn_slowdowns, with_slowdowns
+from farspan.planning.learn_slowdowns import Observation, Paced, learn_slowdowns, with_slowdowns
 from farspan.planning.misfit import largest_tried
 from farspan.planning.model_speed import on_one_device
-from farspan.planning.outcome import nothing_runs
 from farspan.planning.select import SelectionTask, select_by_trials
+from farspan.planning.selection_outcome import nothing_runs
 from farspan.semantics.identity import plan_key
 from farspan_studies.papers import algorithm1
 from tests.examples import slow_after

@@ -24,7 +24,7 @@ from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Edge, GradSync, Mesh, Replica, Stage, find_flaw
 from farspan.domain.problems import Refusal
 from farspan.planning.short_plan import read_short_plan
-from farspan.techniques._search.even import even_splits
+from farspan.techniques._search.even_grid import even_splits
 from tests.techniques.worlds import cluster, random_model, task
 
 CLUSTER = """\

@@ -20,7 +20,7 @@ import pytest
 
 from farspan.domain.train import TrainSpec
 from farspan.planning import rank as ranking
-from farspan.planning.question import model_of
+from farspan.planning.plan_question import model_of
 from farspan.planning.side_by_side import side_by_side
 from tests.planning.test_select import ENGINE
 from tests.planning.worlds import FAST, SLOW, cluster

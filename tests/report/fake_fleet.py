@@ -31,8 +31,8 @@ from farspan.domain.plan import Edge, GradSync, Inputs, Mesh, Plan, PlannedDevic
 from farspan.domain.results import Event, Finished, Span, Step, Traced
 from farspan.domain.train import TrainSpec
 from farspan.estimate.between_stages import edges
+from farspan.estimate.estimate_plan import price
 from farspan.estimate.network import Network
-from farspan.estimate.price import price
 from farspan.estimate.schedule import Hop, simulate
 from farspan.estimate.stage import Costs
 from farspan.estimate.stage_time import stage_time

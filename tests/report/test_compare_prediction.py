@@ -21,7 +21,7 @@ from farspan.domain.plan import Edge, GradSync, Mesh, Replica, Stage
 from farspan.domain.results import Step, Traced
 from farspan.domain.run import RunFolder
 from farspan.domain.train import TrainSpec
-from farspan.estimate.price import estimate
+from farspan.estimate.estimate_plan import estimate
 from farspan.report.compare import ALIGNMENT_NOTE, Comparison, compare_to_prediction
 from farspan.report.compare_text import comparison_tables, draw_timeline, step_lines, step_rows
 from farspan.report.history import open_run

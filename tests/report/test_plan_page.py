@@ -11,7 +11,7 @@ import pytest
 
 from farspan.domain.plan import Edge, GradSync, Mesh, Replica, Stage
 from farspan.domain.units import format_bytes
-from farspan.estimate.price import price
+from farspan.estimate.estimate_plan import price
 from farspan.estimate.traffic import between_sites, traffic
 from farspan.planning.why import costs_of
 from farspan.report.plan_page import PageText, plan_page

@@ -7,10 +7,10 @@ import msgspec
 from farspan.domain.forecast import Counted
 from farspan.domain.results import Finished, Rescheduled, Saved, Validated, Warned
 from farspan.domain.units import short_time
-from farspan.estimate.forecast import forecast
+from farspan.estimate.loss_forecast import forecast
 from farspan.report.figures import run_charts
 from farspan.report.history import open_run
-from farspan.report.measure import measure_run
+from farspan.report.measurement import measure_run
 from farspan.report.page import render_page
 from farspan.report.text import align_table, entropy_rows, plan_line, run_report, run_summary
 from tests.report.fake_run import (

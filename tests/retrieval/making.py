@@ -24,8 +24,8 @@ from farspan.retrieval.build import build
 from farspan.retrieval.embed import Embedder
 from farspan.retrieval.fitting import Task
 from farspan.retrieval.index import Index, IndexManifest, Origin, Recipe
+from farspan.retrieval.index_progress import IndexWork
 from farspan.retrieval.queries import Query
-from farspan.retrieval.work import IndexWork
 from farspan.runtime.model.decoder import Decoder, initialize_model
 from tests.retrieval.conftest import make_documents
 

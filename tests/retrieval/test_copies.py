@@ -12,8 +12,8 @@ import pytest
 from farspan.corpus.copies import Copies
 from farspan.domain.corpus import Document, Place
 from farspan.retrieval.index import DRIFT
-from farspan.retrieval.judged import read_judged
 from farspan.retrieval.queries import Query, body_of, choose_queries
+from farspan.retrieval.relevance_judgements import read_judged
 from farspan.retrieval.search import search
 from tests.retrieval import making
 

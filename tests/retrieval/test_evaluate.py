@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 from farspan.domain.corpus import Document
+from farspan.retrieval.bm25 import Lexical
 from farspan.retrieval.evaluate import (
     FUSION_WEIGHTS,
     ModelVectors,
@@ -12,9 +13,8 @@ from farspan.retrieval.evaluate import (
     evaluate,
     format_evaluation,
 )
-from farspan.retrieval.lexical import Lexical
+from farspan.retrieval.hybrid_ranking import DEPTH, by_document, fuse, query_form
 from farspan.retrieval.queries import MIN_BODY_WORDS, Queries, Query, body_of, choose_queries
-from farspan.retrieval.rank import DEPTH, by_document, fuse, query_form
 
 
 def make(number: int, body: str | None = None) -> Document:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from farspan.domain.corpus import Document
+from farspan.retrieval.bm25 import Lexical
 from farspan.retrieval.embed import Embedder
 from farspan.retrieval.index import DRIFT, Index
-from farspan.retrieval.lexical import Lexical
 from farspan.retrieval.search import search
 from tests.retrieval import making
 

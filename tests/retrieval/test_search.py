@@ -12,6 +12,7 @@ from farspan.retrieval.build import build
 from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.evaluate import Evaluation, exact_search
 from farspan.retrieval.fitting import Task
+from farspan.retrieval.hybrid_ranking import query_form
 from farspan.retrieval.index import (
     Index,
     IndexManifest,
@@ -20,7 +21,7 @@ from farspan.retrieval.index import (
     VectorSet,
     read_manifest,
 )
-from farspan.retrieval.rank import query_form
+from farspan.retrieval.index_progress import IndexWork
 from farspan.retrieval.search import (
     SNIPPET_CHARS,
     chance_cosine,
@@ -29,7 +30,6 @@ from farspan.retrieval.search import (
     search,
     snippet,
 )
-from farspan.retrieval.work import IndexWork
 from tests.retrieval.making import opened
 
 ORIGIN = Origin(model="m1", tokenizer="t1")

@@ -15,8 +15,8 @@ import torch
 from farspan import models
 from farspan.domain.problems import Refusal
 from farspan.retrieval.embed import Embedder
+from farspan.retrieval.hybrid_ranking import query_form
 from farspan.retrieval.index import FitSettings
-from farspan.retrieval.rank import query_form
 from farspan.retrieval.sentence_transformers import write_sentence_transformers
 from farspan.runtime.inference import Trained
 from farspan.runtime.model.decoder import Decoder, initialize_model

@@ -13,7 +13,7 @@ import pytest
 
 from farspan.domain.problems import Refusal
 from farspan.retrieval.index import Origin
-from farspan.retrieval.work import IndexWork
+from farspan.retrieval.index_progress import IndexWork
 from tests.retrieval import making
 from tests.waiting import LIMIT_S
 

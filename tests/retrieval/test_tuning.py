@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from farspan.retrieval.index import FitSettings
+from farspan.retrieval.index_progress import IndexWork
 from farspan.retrieval.pairs import Pairs
 from farspan.retrieval.tuning import fit_embedder
-from farspan.retrieval.work import IndexWork
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from farspan.domain.problems import Refusal
 from farspan.domain.results import Finished, Saved, Started, Step, Warned, read_events
 from farspan.domain.run import RunFolder
 from farspan.domain.train import Optimizer
-from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.checkpoint import checkpoint_folder
 from tests import tiny
 from tests.runtime.test_worker import TRAIN
 
@@ -47,7 +47,7 @@ def a_disk_that_has_space_again_is_saved_to(run: RunFolder, ballast: Path) -> No
                 workers.interrupt()
     assert warned is not None and "free" in warned and "is tried in" in warned, warned
     assert event.reason == "interrupted", event
-    assert checkpoint.verify(newest(run)).step == event.step
+    assert checkpoint_folder.verify(newest(run)).step == event.step
 
 
 def a_disk_that_stays_full_ends_the_run(run: RunFolder, ballast: Path) -> int:
@@ -62,12 +62,12 @@ def a_disk_that_stays_full_ends_the_run(run: RunFolder, ballast: Path) -> int:
     problem = refusal.value.problem
     assert (problem.code, problem.exit_code) == ("disk-full", 17), problem
     assert "farspan resume" in problem.remedy, problem
-    assert full is not None and checkpoint.verify(newest(run)).step >= full
+    assert full is not None and checkpoint_folder.verify(newest(run)).step >= full
     return full
 
 
 def newest(run: RunFolder) -> Path:
-    return next(checkpoint.newest_first(run.checkpoints))
+    return next(checkpoint_folder.newest_first(run.checkpoints))
 
 
 def main() -> None:
@@ -85,7 +85,7 @@ def main() -> None:
     run = tiny.run_folder(folder / "run", tiny.plan(train, rows=rows))
     ballast = folder / "ballast"
     a_disk_that_has_space_again_is_saved_to(run, ballast)
-    before = checkpoint.verify(newest(run)).step
+    before = checkpoint_folder.verify(newest(run)).step
     saved = a_disk_that_stays_full_ends_the_run(run, ballast)
     ballast.unlink()
     with tiny.workers(run) as workers:

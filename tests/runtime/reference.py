@@ -28,7 +28,13 @@ from farspan.domain.plan import Plan, Sync
 from farspan.domain.train import Schedule, TrainSpec
 from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.model.dropout import Dropout
-from farspan.runtime.training.data import Order, ReshuffledWindows, Windows, dropout_seeds, mask
+from farspan.runtime.training.sample_order import (
+    Order,
+    ReshuffledWindows,
+    Windows,
+    dropout_seeds,
+    mask,
+)
 
 Weights = dict[str, Tensor]
 #: What is left of something (B, S, D) at a place of the model.

@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 
 from farspan.domain.run import RunFolder
-from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.checkpoint.layout import TrainerState
-from farspan.runtime.checkpoint.stored import OwnedSlice, Stored
+from farspan.runtime.checkpoint.slice_files import OwnedSlice, Stored
 
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, by name."""
-    manifest = checkpoint.read_checked_manifest(path)
+    manifest = checkpoint_folder.read_checked_manifest(path)
     with Stored(path, manifest.tensors) as stored:
         return {name: stored.whole(name) for name in manifest.tensors}
 
@@ -30,7 +30,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def newest(run: RunFolder) -> Path:
-    return next(checkpoint.newest_first(run.checkpoints))
+    return next(checkpoint_folder.newest_first(run.checkpoints))
 
 
 def slices(values: Mapping[str, torch.Tensor]) -> list[OwnedSlice]:
@@ -44,13 +44,13 @@ def write(
     folder: Path, values: Mapping[str, torch.Tensor], progress: TrainerState, keep: int = 3
 ) -> Path:
     """A checkpoint of whole tensors, as one worker would write it."""
-    path = folder / checkpoint.step_name(progress.step)
+    path = folder / checkpoint_folder.step_name(progress.step)
     write_one(path, values, progress)
-    checkpoint.prune(path, keep)
+    checkpoint_folder.prune(path, keep)
     return path
 
 
 def write_one(path: Path, values: Mapping[str, torch.Tensor], progress: TrainerState) -> None:
-    checkpoint.make_folder(path, checkpoint.MAX_HEADER_BYTES, progress.epoch)
-    checkpoint.write_part(path, 0, slices(values))
-    checkpoint.commit(path, [0], progress)
+    checkpoint_folder.make_folder(path, checkpoint_folder.MAX_HEADER_BYTES, progress.epoch)
+    checkpoint_folder.write_part(path, 0, slices(values))
+    checkpoint_folder.commit(path, [0], progress)

@@ -23,7 +23,7 @@ from farspan.domain.results import Started, Warned
 from farspan.domain.run import RunFolder
 from farspan.domain.train import Muon
 from farspan.runtime import inference
-from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.checkpoint.layout import (
     CHECKSUM_BLOCK_BYTES,
     MANIFEST,
@@ -31,7 +31,7 @@ from farspan.runtime.checkpoint.layout import (
     checksum_of,
 )
 from farspan.runtime.checkpoint.save import Checkpointer
-from farspan.runtime.checkpoint.stored import digest
+from farspan.runtime.checkpoint.slice_files import digest
 from farspan.runtime.comm.collective import Group
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.parallel.executor import Executor
@@ -52,7 +52,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     start = Start(tiny.run_folder(tmp_path_factory.mktemp("whole") / "run", plan))
     assert start.train()[0] == "done"
     assert [
-        checkpoint.step_of(path) for path in checkpoint.newest_first(start.run.checkpoints)
+        checkpoint_folder.step_of(path)
+        for path in checkpoint_folder.newest_first(start.run.checkpoints)
     ] == [4, 3, 2]
     return start.run
 
@@ -248,7 +249,7 @@ RENAMED = ("step-abc", "step-", "step--5", "step-00000010", "step-9", "step-٠٠
 def test_a_damaged_newest_is_named_with_why_and_the_one_before_is_used(
     executor: Executor, run: RunFolder, kind: str
 ):
-    newest = next(checkpoint.newest_first(run.checkpoints))
+    newest = next(checkpoint_folder.newest_first(run.checkpoints))
     OF_STEPS[kind](newest)
     step, (said,) = find(executor, run.checkpoints)
     assert step == 3
@@ -262,7 +263,7 @@ def test_a_damaged_newest_is_named_with_why_and_the_one_before_is_used(
 def test_a_newest_of_another_name_is_named_and_the_one_before_is_used(
     executor: Executor, run: RunFolder, name: str
 ):
-    newest = next(checkpoint.newest_first(run.checkpoints))
+    newest = next(checkpoint_folder.newest_first(run.checkpoints))
     newest.rename(newest.with_name(name))
     step, (said,) = find(executor, run.checkpoints)
     assert (
@@ -330,14 +331,14 @@ def test_damage_of_any_kind_is_found_or_changes_nothing(
 ):
     rng = random.Random(27)
     passed_over = 0
-    newest = next(checkpoint.newest_first(run.checkpoints))
+    newest = next(checkpoint_folder.newest_first(run.checkpoints))
     shutil.copytree(newest, tmp_path / "kept")
-    wanted = checkpoint.verify(newest)
+    wanted = checkpoint_folder.verify(newest)
     for _ in range(150):
         what = any_damage(newest, rng)
         step, said = find(executor, run.checkpoints)
         if step == 4:  # As where a blank of the JSON became another one.
-            assert not said and checkpoint.verify(newest) == wanted, what
+            assert not said and checkpoint_folder.verify(newest) == wanted, what
             if (
                 PART in what
             ):  # What lies there twice, or beyond what the header names, is read by nobody.
@@ -361,7 +362,7 @@ def test_damage_of_any_kind_is_found_or_changes_nothing(
 def test_several_damaged_ones_are_all_named_and_none_whole_is_a_refusal(
     executor: Executor, run: RunFolder
 ):
-    paths = list(checkpoint.newest_first(run.checkpoints))
+    paths = list(checkpoint_folder.newest_first(run.checkpoints))
     OF_STEPS["a header that is refused"](paths[0])
     OF_STEPS["a byte above 0x7f in a key"](paths[1])
     step, (said,) = find(executor, run.checkpoints)
@@ -406,7 +407,7 @@ def test_two_workers_fall_back_together(tmp_path: Path):
     run = tiny.run_folder(tmp_path / "run", plan)
     with tiny.workers(run) as workers:
         assert list(workers)[-1].reason == "done"
-    newest, previous, *_ = checkpoint.newest_first(run.checkpoints)
+    newest, previous, *_ = checkpoint_folder.newest_first(run.checkpoints)
     assert {path.name for path in newest.glob("part-*")} == {
         "part-00000.safetensors",
         "part-00001.safetensors",
@@ -417,10 +418,10 @@ def test_two_workers_fall_back_together(tmp_path: Path):
     (warned,) = (event.message for event in events if isinstance(event, Warned))
     assert str(newest) in warned
     assert [event.step for event in events if isinstance(event, Started)] == [
-        checkpoint.step_of(previous)
+        checkpoint_folder.step_of(previous)
     ]
     assert events[-1].reason == "done" and events[-1].step == 40
-    assert checkpoint.verify(newest).step == 40
+    assert checkpoint_folder.verify(newest).step == 40
 
 
 # -- the best weights
@@ -446,7 +447,9 @@ def save_step(run: RunFolder, step: int, keep: int) -> list[int]:
     """Write a checkpoint of a step; the steps that are there then."""
     made = TrainerState(step=step, plan=run.load_plan().hash, training="t", elapsed_s=0)
     stored_tensors.write(run.checkpoints, stored_tensors.tensors(run.best), made, keep)
-    return [checkpoint.step_of(path) for path in checkpoint.newest_first(run.checkpoints)]
+    return [
+        checkpoint_folder.step_of(path) for path in checkpoint_folder.newest_first(run.checkpoints)
+    ]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -463,14 +466,14 @@ def test_a_damaged_later_checkpoint_takes_no_place_of_one_that_is_written(
     assert find(executor, run.checkpoints)[0] == 2
     assert save_step(run, 3, keep=1) == [4, 3]
     assert save_step(run, 4, keep=1) == [4]
-    assert checkpoint.verify(run.checkpoints / "step-00000004").step == 4
+    assert checkpoint_folder.verify(run.checkpoints / "step-00000004").step == 4
 
 
 @pytest.mark.parametrize("kind", ["a file", "a link to nothing"])
 def test_damaged_entry_at_the_path_of_a_checkpoint_is_replaced(run: RunFolder, kind: str):
     OF_WEIGHTS[kind](run.checkpoints / "step-00000004")
     assert save_step(run, 4, keep=3) == [4, 3, 2]
-    assert checkpoint.verify(run.checkpoints / "step-00000004").step == 4
+    assert checkpoint_folder.verify(run.checkpoints / "step-00000004").step == 4
     assert not [path for path in run.checkpoints.iterdir() if path.name.startswith(".")]
 
 
@@ -497,13 +500,15 @@ def test_a_kill_half_way_through_a_deletion_leaves_nothing_that_looks_like_a_che
         [sys.executable, "-c", KILLED_WHILE_IT_DELETES, str(run.path)], timeout=120
     )
     assert done.returncode == -9
-    assert [checkpoint.step_of(path) for path in checkpoint.newest_first(run.checkpoints)] == [
+    assert [
+        checkpoint_folder.step_of(path) for path in checkpoint_folder.newest_first(run.checkpoints)
+    ] == [
         5,
         4,
         3,
     ]
     assert [path.name for path in run.checkpoints.glob(".*")] == [".step-00000002.tmp"]
-    for path in checkpoint.newest_first(run.checkpoints):
+    for path in checkpoint_folder.newest_first(run.checkpoints):
         shutil.rmtree(path)
     assert find(executor, run.checkpoints) == (None, [])
     assert not list(run.checkpoints.glob(".*"))

@@ -20,7 +20,7 @@ from farspan.domain.cluster import Cluster, DataSheet, Device, Host, Link, Site
 from farspan.domain.engine import load_engine
 from farspan.domain.plan import Plan
 from farspan.domain.train import Muon, Regularization
-from farspan.estimate.price import estimate
+from farspan.estimate.estimate_plan import estimate
 from tests.examples import slow_but
 from tests.runtime import jobs
 from tests.runtime.fleet import Fleet

@@ -26,7 +26,8 @@ import torch.distributed as dist
 
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Finished, Step, read_events
-from farspan.runtime.comm import ship, tcp
+from farspan.runtime.comm import distribute_files, tcp
+from farspan.runtime.comm.distribute_files import PART_FILES, Shipment, ShipmentOffer
 from farspan.runtime.comm.notices import Notices
 from farspan.runtime.comm.sealed import (
     NONCE,
@@ -36,7 +37,6 @@ from farspan.runtime.comm.sealed import (
     SealedServer,
     SealedStream,
 )
-from farspan.runtime.comm.ship import PART_FILES, Shipment, ShipmentOffer
 from tests import tiny, waiting
 from tests.ports import reserved_port
 from tests.runtime import jobs
@@ -373,7 +373,7 @@ def offer(port: int) -> ShipmentOffer:
 
 def test_plan_and_tokens_are_sent_to_a_peer_with_the_secret(server: SealedServer, tmp_path: Path):
     for part in PART_FILES:
-        ship._fetch_part(offer(server.port), part, tmp_path / f"got-{part}", SECRET)
+        distribute_files._fetch_part(offer(server.port), part, tmp_path / f"got-{part}", SECRET)
     assert (tmp_path / "got-corpus" / "train.bin").read_bytes() == (
         tmp_path / "corpus" / "train.bin"
     ).read_bytes()
@@ -395,8 +395,8 @@ def test_peer_without_the_secret_receives_nothing_and_stops_no_server_thread(
             )
     for part, secret in (("run", b"another secret of theirs"), ("no such part", SECRET)):
         with pytest.raises(Refusal, match="worker-lost"):
-            ship._fetch_part(offer(server.port), part, tmp_path / "got", secret)
-    ship._fetch_part(offer(server.port), "run", tmp_path / "got", SECRET)
+            distribute_files._fetch_part(offer(server.port), part, tmp_path / "got", secret)
+    distribute_files._fetch_part(offer(server.port), "run", tmp_path / "got", SECRET)
     assert (tmp_path / "got" / "plan.json").exists()
 
 
@@ -416,7 +416,9 @@ def test_a_shipment_that_was_changed_on_its_way_is_refused(server: SealedServer,
     for at in (0, 5, 40, 5000, -5):  # The last is of the empty piece at the end.
         threading.Thread(target=serve, args=(at,), daemon=True).start()
         with pytest.raises(Refusal, match="worker-lost"):
-            ship._fetch_part(offer(between.getsockname()[1]), "corpus", tmp_path / "got", SECRET)
+            distribute_files._fetch_part(
+                offer(between.getsockname()[1]), "corpus", tmp_path / "got", SECRET
+            )
         assert not any((tmp_path / "got").glob("*"))
     between.close()
 

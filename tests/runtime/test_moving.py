@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from farspan.domain.plan import Plan
 from farspan.domain.run import RunFolder
 from farspan.domain.train import Muon, Optimizer
-from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.checkpoint.layout import MANIFEST
 from farspan.semantics.identity import training_key
 from tests.examples import slow_after, slow_but
@@ -85,8 +85,8 @@ def test_a_checkpoint_through_whole_tensors_and_back_is_the_same(
     run = RunFolder(case.path)
     saved = state(case.path)
     newest = stored_tensors.newest(run)
-    assert set(saved) == set(checkpoint.shapes_of(plan, checkpoint.kinds_of(plan)))
-    stored_tensors.write(run.checkpoints, saved, checkpoint.verify(newest))
+    assert set(saved) == set(checkpoint_folder.shapes_of(plan, checkpoint_folder.kinds_of(plan)))
+    stored_tensors.write(run.checkpoints, saved, checkpoint_folder.verify(newest))
     assert [path.name for path in newest.iterdir() if path.name != MANIFEST] == [
         "part-00000.safetensors"
     ]

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from farspan.domain.plan import Sync
 from farspan.domain.run import RunFolder
 from farspan.domain.train import Schedule
-from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.parallel.outer_step import _most_ahead
 from farspan.semantics.layout import Send
 from tests.runtime import jobs, reference, stored_tensors
@@ -114,7 +114,7 @@ def test_the_best_weights_of_overlapping_replicas_are_those_that_were_validated(
     case = Case(folder, replace(base, train=train))
     fleet.run(jobs.train, case.world, case.plan, case.path)
     best = RunFolder(case.path).best
-    progress = checkpoint.verify(best)
+    progress = checkpoint_folder.verify(best)
     assert progress.step < train.steps, "the last model is one of all replicas anyhow"
     inputs, targets = map(
         torch.from_numpy, case.data.val.read(np.arange(case.data.val.count, dtype=np.uint64))

@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from farspan.domain.run import RunFolder
-from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.checkpoint import checkpoint_folder
 from tests.examples import slow_but
 from tests.runtime import jobs, stored_tensors
 from tests.runtime.fleet import Fleet
@@ -117,11 +117,11 @@ def test_an_exchange_under_way_is_taken_up_by_workers_that_had_not_moved_too(
     case = Case(folder, plan)
     first = fleet.run(jobs.train, case.world, plan, case.path, UNTIL)
     checkpoints = RunFolder(case.path).checkpoints
-    newest = next(checkpoint.newest_first(checkpoints))
+    newest = next(checkpoint_folder.newest_first(checkpoints))
     tensors = stored_tensors.tensors(newest)
     for name in [name for name in tensors if name.startswith("model/")]:
         tensors[name.replace("model/", "replica-1/master/")] = tensors[name]
-    stored_tensors.write(checkpoints, tensors, checkpoint.verify(newest))
+    stored_tensors.write(checkpoints, tensors, checkpoint_folder.verify(newest))
     again = fleet.run(jobs.train, case.world, plan, case.path)
     assert {one.reason for one in again} == {"done"}
     assert len(first[0].losses) + len(again[0].losses) == STEPS

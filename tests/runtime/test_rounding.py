@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from farspan.domain.plan import Plan, Stage, Sync
 from farspan.domain.results import Saved, Step
 from farspan.domain.run import RunFolder
-from farspan.runtime.comm.compress import FP32_CODEC, Codec, ErrorFeedback
+from farspan.runtime.comm.quantize import FP32_CODEC, Codec, ErrorFeedback
 from tests import tiny
 from tests.examples import slow_after, slow_but
 from tests.launch.test_launchers import TRAIN

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.checkpoint import checkpoint_folder
 from tests.runtime import jobs
 from tests.runtime.fleet import Fleet
 from tests.runtime.plans import HAND_PICKED
@@ -24,7 +24,7 @@ def test_a_checkpoint_takes_what_is_asked_of_the_disk_for_it(fleet: Fleet, folde
     case = Case(folder, plan)
     fleet.run(jobs.train, case.world, plan, case.path)
     saved = sum(tensor.nbytes for tensor in state(case.path).values())
-    assert saved == checkpoint.bytes_needed(plan) - checkpoint.MAX_HEADER_BYTES
+    assert saved == checkpoint_folder.bytes_needed(plan) - checkpoint_folder.MAX_HEADER_BYTES
 
 
 def test_of_what_rank_0_hands_out_it_holds_two_messages_a_worker(fleet: Fleet, folder: Path):

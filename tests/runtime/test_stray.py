@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Step, Warned, read_events
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
-from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.comm.topology import Topology
-from farspan.runtime.training.data import Order, Windows
 from farspan.runtime.training.loss_outlier import FIRST_STEPS, PATIENCE, LossOutliers
+from farspan.runtime.training.sample_order import Order, Windows
 from tests import tiny
 
 SEQ_LEN = 32
@@ -101,4 +101,4 @@ def test_workers_end_where_the_loss_of_one_stays_far_above(tmp_path):
     (warning,) = [event for event in events if isinstance(event, Warned)]
     assert warning.message.startswith(f"step {SPOILT + 1}: the loss of rank 1")
     assert max(event.step for event in events if isinstance(event, Step)) == SPOILT + PATIENCE - 1
-    assert not list(checkpoint.newest_first(run.checkpoints)), "none of its making was saved"
+    assert not list(checkpoint_folder.newest_first(run.checkpoints)), "none of its making was saved"

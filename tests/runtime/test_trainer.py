@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from farspan.domain.results import Event, Rescheduled, Saved, Step, Warned
 from farspan.domain.run import RunFolder
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
-from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.comm.collective import Group
 from farspan.runtime.state.train_state import TrainState
 from farspan.runtime.training import trainer
@@ -159,13 +159,13 @@ def test_others_parts_of_a_checkpoint_are_not_waited_for_under_the_lock_of_its_f
     seen = set()
 
     def watched(name: str):
-        function = getattr(checkpoint, name)
+        function = getattr(checkpoint_folder, name)
 
         def watching(*given):
             seen.add((name, held()))
             return function(*given)
 
-        monkeypatch.setattr(checkpoint, name, watching)
+        monkeypatch.setattr(checkpoint_folder, name, watching)
 
     for name in ("write_part", "missing_parts", "commit"):
         watched(name)

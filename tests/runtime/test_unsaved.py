@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Event, Saved, Step, Validated, Warned, read_events
 from farspan.domain.run import RunFolder
-from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.training.events import EventLog
 from tests import tiny
 from tests.examples import slow_after
@@ -139,7 +139,7 @@ def test_best_weights_that_cannot_be_written_are_replaced_by_the_next_better_one
     assert [text.partition(":")[0] for text in start.warned] == ["step 10", "step 15"]
     assert all("best weights" in text for text in start.warned)
     assert min(losses, key=losses.__getitem__) == 33, "the loss falls"
-    best = checkpoint.verify(start.run.best)
+    best = checkpoint_folder.verify(start.run.best)
     assert (best.step, best.best_loss) == (33, losses[33])
 
 
@@ -148,9 +148,9 @@ def test_the_best_loss_of_a_run_is_that_of_the_weights_that_are_there(tmp_path: 
     start = Broken(tiny.run_folder(tmp_path / "run", plan), lambda step: 20 <= step < 22)
     start.until = 22
     assert start.train()[0] == "interrupted"
-    best = checkpoint.verify(start.run.best)
-    newest = next(checkpoint.newest_first(start.run.checkpoints))
-    assert best.step == 15 and checkpoint.verify(newest).best_loss == best.best_loss
+    best = checkpoint_folder.verify(start.run.best)
+    newest = next(checkpoint_folder.newest_first(start.run.checkpoints))
+    assert best.step == 15 and checkpoint_folder.verify(newest).best_loss == best.best_loss
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,11 @@ from farspan.domain.codec import load
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.results import Validated
 from farspan.domain.run import RunFolder
-from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.time_budget import SAMPLES, VALIDATION
 from farspan.runtime.training import validation
-from farspan.runtime.training.data import Windows
+from farspan.runtime.training.sample_order import Windows
 from farspan.runtime.training.validation import LossSums, MeasuredLoss, Validation
 from tests import tiny
 from tests.runtime import jobs, reference, stored_tensors
@@ -203,7 +203,7 @@ def test_the_best_weights_are_judged_by_the_sample_and_not_by_the_end(tmp_path, 
     events = validated(start)
     assert [event.best for event in events] == [True, False, False]
     assert events[-1].loss < 3.0 < events[-1].sample_loss
-    assert checkpoint.verify(start.run.best).step == 20
+    assert checkpoint_folder.verify(start.run.best).step == 20
 
 
 def test_final_validation_short_of_time_reads_a_sample_and_gives_its_standard_error(

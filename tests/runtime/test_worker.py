@@ -32,12 +32,12 @@ from farspan.domain.results import (
 from farspan.domain.run import RunFolder
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
 from farspan.domain.units import counted
-from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.checkpoint.layout import Corrupt, TrainerState
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.model.decoder import Decoder, initial_parameters, initialize_model
 from farspan.runtime.parallel.executor import Outcome
-from farspan.runtime.training.data import Order, Windows
+from farspan.runtime.training.sample_order import Order, Windows
 from farspan.runtime.worker import as_problem, leave_group, write_problem_file
 from farspan.semantics.identity import training_key
 from farspan.semantics.lr_schedule import learning_rate
@@ -222,8 +222,8 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path, how, 
         )
     damage(folder / "step-00000007" / name, how)
     with pytest.raises(Corrupt):
-        checkpoint.verify(folder / "step-00000007")
-    assert checkpoint.verify(folder / "step-00000003").step == 3
+        checkpoint_folder.verify(folder / "step-00000007")
+    assert checkpoint_folder.verify(folder / "step-00000003").step == 3
 
 
 def test_checkpoint_moved_aside_by_a_killed_replacement_is_restored(tmp_path):
@@ -231,12 +231,12 @@ def test_checkpoint_moved_aside_by_a_killed_replacement_is_restored(tmp_path):
     progress = TrainerState(step=1, plan="p", training="t", elapsed_s=1.0)
     stored_tensors.write_one(best, _tensors(), progress)
     best.rename(tmp_path / ".best.old")
-    checkpoint.clean_up(tmp_path)
-    assert checkpoint.verify(best) == progress and [one.name for one in tmp_path.iterdir()] == [
-        "best"
-    ]
+    checkpoint_folder.clean_up(tmp_path)
+    assert checkpoint_folder.verify(best) == progress and [
+        one.name for one in tmp_path.iterdir()
+    ] == ["best"]
     (tmp_path / ".best.old").mkdir()
-    checkpoint.clean_up(tmp_path)
+    checkpoint_folder.clean_up(tmp_path)
     assert [one.name for one in tmp_path.iterdir()] == ["best"]
 
 
@@ -256,7 +256,7 @@ def test_resuming_past_a_damaged_checkpoint_reports_the_lost_steps(tmp_path):
     train = replace(TRAIN, steps=20, validate_every=1000, checkpoint_every_s=0.001)
     run = tiny.run_folder(tmp_path / "run", tiny.plan(train))
     launch(run)
-    newest, previous = list(checkpoint.newest_first(run.checkpoints))[:2]
+    newest, previous = list(checkpoint_folder.newest_first(run.checkpoints))[:2]
     damage(newest / "part-00000.safetensors", "flip")
     events = launch(run)
     warning = next(event for event in events if isinstance(event, Warned))
@@ -269,7 +269,7 @@ def test_resuming_past_a_damaged_checkpoint_reports_the_lost_steps(tmp_path):
 def test_when_every_checkpoint_is_damaged_the_run_refuses(tmp_path):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(replace(TRAIN, steps=2)))
     launch(run)
-    for path in checkpoint.newest_first(run.checkpoints):
+    for path in checkpoint_folder.newest_first(run.checkpoints):
         damage(path / "part-00000.safetensors", "truncate")
     with pytest.raises(Refusal) as refusal:
         launch(run)
@@ -281,11 +281,11 @@ def test_only_the_last_k_checkpoints_and_the_best_are_kept(tmp_path):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(train))
     events = launch(run)
     assert len([event for event in events if isinstance(event, Saved)]) > 2
-    assert len(list(checkpoint.newest_first(run.checkpoints))) == 2
+    assert len(list(checkpoint_folder.newest_first(run.checkpoints))) == 2
     best = min(
         (event for event in events if isinstance(event, Validated)), key=lambda event: event.loss
     )
-    assert checkpoint.verify(run.best).step == best.step
+    assert checkpoint_folder.verify(run.best).step == best.step
 
 
 @pytest.mark.parametrize("rows", [(6,), (3, 3)])
@@ -371,7 +371,7 @@ def test_a_checkpoint_in_a_folder_with_a_colon_that_is_damaged_is_passed_over(tm
         tmp_path / "12:30" / "run", tiny.plan(replace(TRAIN, checkpoint_every_s=0.001))
     )
     launch(run)
-    newest = next(checkpoint.newest_first(run.checkpoints))
+    newest = next(checkpoint_folder.newest_first(run.checkpoints))
     damage(newest / "part-00000.safetensors", "truncate")
     events = launch(run)
     warning = next(event for event in events if isinstance(event, Warned))

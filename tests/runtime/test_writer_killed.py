@@ -21,7 +21,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.checkpoint.layout import MANIFEST, Corrupt, TrainerState, checksum_of
 from tests.runtime import stored_tensors
 from tests.waiting import LIMIT_S
@@ -62,12 +62,12 @@ def kill_saves(folder: Path, kills: int) -> int:
         os.close(heard)
         os.close(begun)
         remains += bool(list(folder.glob(".*")))
-        checkpoint.clean_up(folder)
+        checkpoint_folder.clean_up(folder)
         assert not list(folder.glob(".*"))
-        newest, *older = checkpoint.newest_first(folder)
+        newest, *older = checkpoint_folder.newest_first(folder)
         begun_step = step + saves - 1
-        step = checkpoint.verify(newest).step + 1
-        assert step >= begun_step and all(checkpoint.verify(path) for path in older)
+        step = checkpoint_folder.verify(newest).step + 1
+        assert step >= begun_step and all(checkpoint_folder.verify(path) for path in older)
     return remains
 
 
@@ -106,9 +106,11 @@ def kill_each_operation(folder: Path) -> list[int]:
             save_until_operation(saves, number)
             os._exit(0)
         _, status = os.waitpid(process, 0)
-        checkpoint.clean_up(saves)
+        checkpoint_folder.clean_up(saves)
         assert not list(saves.glob(".*"))
-        readable = [checkpoint.verify(path).step for path in checkpoint.newest_first(saves)]
+        readable = [
+            checkpoint_folder.verify(path).step for path in checkpoint_folder.newest_first(saves)
+        ]
         assert readable[0] in (2, 3) and len(readable) >= 2
         if status == 0:
             assert readable == [3, 2]
@@ -175,7 +177,9 @@ def test_changed_checkpoint_manifest_gives_the_same_weights_or_is_refused(
         manifest["checksum"] = checksum_of(manifest.get("progress"), manifest.get("tensors"))
     (path / MANIFEST).write_text(json.dumps(manifest))
     try:
-        weights, progress, _ = checkpoint.read_weights(path, {"model/a": (7, 5), "model/b": (3,)})
+        weights, progress, _ = checkpoint_folder.read_weights(
+            path, {"model/a": (7, 5), "model/b": (3,)}
+        )
     except Corrupt:
         return
     assert progress.step >= 0
@@ -188,7 +192,9 @@ def test_a_part_of_a_large_tensor_is_read_by_the_block(tmp_path: Path) -> None:
     values = torch.randn(4096, 512)  # 8 MiB, 32 blocks
     progress = TrainerState(step=1, plan="p", training="t", elapsed_s=1.0)
     path = stored_tensors.write(tmp_path, {"model/w": values}, progress)
-    with stored_tensors.Stored(path, checkpoint.read_checked_manifest(path).tensors) as stored:
+    with stored_tensors.Stored(
+        path, checkpoint_folder.read_checked_manifest(path).tensors
+    ) as stored:
         part = torch.empty(1000, 512)
         stored.fill("model/w", (1500, 0), part)
         assert torch.equal(part, values[1500:2500])

@@ -13,6 +13,7 @@ import numpy as np
 from farspan.domain.codec import load, write_atomically
 from farspan.domain.corpus import Place
 from farspan.domain.problems import Refusal
+from farspan.retrieval.hybrid_ranking import System
 from farspan.retrieval.index import (
     OWN_VECTORS,
     Fit,
@@ -22,7 +23,6 @@ from farspan.retrieval.index import (
     VectorSet,
     unknown_field,
 )
-from farspan.retrieval.rank import System
 from farspan.retrieval.search import Answer, Result
 from farspan.retrieval.serve.searcher import Kind
 from tests.waiting import wait_for

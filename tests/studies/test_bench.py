@@ -21,7 +21,7 @@ from farspan.domain.engine import load_engine
 from farspan.domain.model import count_parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem
-from farspan.estimate.price import price
+from farspan.estimate.estimate_plan import price
 from farspan.planning.why import costs_of
 from farspan_lab import state
 from farspan_studies.bench.cases import case, check_techniques, spec_of

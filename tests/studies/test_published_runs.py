@@ -13,7 +13,7 @@ from farspan import models
 from farspan.domain.cluster import SITE_RTT_S
 from farspan.domain.engine import load_engine
 from farspan.domain.machines import UNKNOWN_SITE
-from farspan.estimate.price import estimate
+from farspan.estimate.estimate_plan import estimate
 from farspan_studies.papers import unseen_runs
 from farspan_studies.papers.published_runs import Block, Run, published_blocks, published_runs
 

@@ -19,7 +19,7 @@ import pytest
 from farspan import models
 from farspan.domain.engine import load_engine
 from farspan.domain.train import TrainSpec
-from farspan.estimate.loss import loss
+from farspan.estimate.scaling_law import loss
 from farspan.planning.select import SelectionTask
 from farspan.planning.size import fitted_shape
 from farspan.planning.why import costs_of

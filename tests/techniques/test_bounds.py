@@ -14,17 +14,17 @@ import pytest
 from farspan import models
 from farspan.domain.cluster import Cluster
 from farspan.domain.engine import load_engine
+from farspan.estimate.estimate_plan import price, step
+from farspan.estimate.gradient_sync import sync
 from farspan.estimate.network import Network
-from farspan.estimate.price import price, step
 from farspan.estimate.stage import Costs
-from farspan.estimate.sums import sync
 from farspan.techniques import Task, pipeshard
 from farspan.techniques._bounds import passes_s, stages_s
 from farspan.techniques._out_of_memory import fastest_fitting
-from farspan.techniques._search.even import even_splits
-from farspan.techniques._search.moves import _neighbours
+from farspan.techniques._search.even_grid import even_splits
+from farspan.techniques._search.local_moves import _neighbours
 from farspan.techniques._search.slices import Tables
-from farspan.techniques._search.stages import StageSearch
+from farspan.techniques._search.stage_partition import StageSearch
 from farspan.techniques.diloco import _with_ranks
 from tests.examples import slow_after
 from tests.techniques.worlds import cluster, random_cluster, random_model, task

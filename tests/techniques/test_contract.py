@@ -14,7 +14,7 @@ from farspan import techniques
 from farspan.domain.cluster import Cluster, Device
 from farspan.domain.plan import Plan
 from farspan.domain.problems import EXIT_CODES, Problem
-from farspan.estimate.price import estimate, price, step
+from farspan.estimate.estimate_plan import estimate, price, step
 from farspan.techniques import Task
 from farspan.techniques._out_of_memory import shortage
 from tests.techniques.worlds import KINDS, cluster, random_cluster, random_model, task

@@ -35,7 +35,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.app.indexing import open_index, update_index
     from farspan.cli.answers import print_answer
     from farspan.cli.report_text import print_result
-    from farspan.cli.show import Show
+    from farspan.cli.show_updates import Show
     from farspan.planning.quantities import parse_positive
     from farspan.retrieval.evaluate import format_evaluation
     from farspan.retrieval.search import search

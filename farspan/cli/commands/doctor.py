@@ -18,7 +18,7 @@ from farspan.domain.units import counted, format_bytes, format_rate, format_seco
 from farspan.report.tables import table_lines
 
 if TYPE_CHECKING:
-    from farspan.launch.examine import Examination, HostPath
+    from farspan.launch.network_examination import Examination, HostPath
 
 HELP = "say what is wrong and how to fix it"
 

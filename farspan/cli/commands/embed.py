@@ -36,9 +36,9 @@ def run(given: argparse.Namespace, console: Console) -> None:
     folder = find_run(given, console)
     check_store(given)
     from farspan.app.indexing import update_index, write_vectors
-    from farspan.cli.show import Show
+    from farspan.cli.show_updates import Show
     from farspan.retrieval.evaluate import format_evaluation
-    from farspan.retrieval.transfer import files_of
+    from farspan.retrieval.vector_file import files_of
 
     if given.to is not None:
         files_of(given.to)

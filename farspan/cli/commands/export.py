@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace, console: Console) -> None:
     folder = find_run(given, console)
-    from farspan.app.using import export_model
+    from farspan.app.model_use import export_model
 
     target = Path(given.out) if given.out else None
     out, step = export_model(folder, target, dtype=given.dtype, format=given.format)

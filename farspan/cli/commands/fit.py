@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    from farspan.app import pricing
+    from farspan.app import predictions
 
     if given.what != "model" and given.model is None:
         words = ("fit", given.what, "--model", "gpt2m", "--cluster", given.cluster)
@@ -42,14 +42,14 @@ def run(given: argparse.Namespace, console: Console) -> None:
             fact="no --model was given",
             remedy=command(*words),
         )
-    fit = pricing.find_limit(given.what, plan_query(given, cluster=given.cluster))
+    fit = predictions.find_limit(given.what, plan_query(given, cluster=given.cluster))
     print_fit(fit, given.cluster, console)
     console.answer(fit.as_json())
 
 
 def print_fit(fit: LargestModels, cluster: str, console: Console) -> None:
     """Print the answer in sentences, and each technique's own limit."""
-    from farspan.app.pricing import is_reproducible
+    from farspan.app.predictions import is_reproducible
     from farspan.cli.paint import text_width
     from farspan.report.tables import table_lines
 

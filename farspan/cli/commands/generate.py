@@ -43,7 +43,7 @@ def not_negative(text: str) -> float:
 def run(given: argparse.Namespace, console: Console) -> None:
     refuse_run_as_text(given, "generate", given.prompt)
     folder = find_run(given, console)
-    from farspan.app.using import generate_text
+    from farspan.app.model_use import generate_text
 
     text, step = generate_text(
         folder,

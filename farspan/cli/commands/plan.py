@@ -74,7 +74,7 @@ def _add_views(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    from farspan.app import pricing
+    from farspan.app import predictions
     from farspan.cli.planviews import check_names, print_views
 
     query = plan_query(
@@ -82,30 +82,32 @@ def run(given: argparse.Namespace, console: Console) -> None:
     )
     check_names(given)
     if given.export:
-        pricing.load_exporter(given.export)
+        predictions.load_exporter(given.export)
     resolved = None
     if given.model is not None:
-        ranking = pricing.price_model(query)
+        ranking = predictions.price_model(query)
     else:
         from farspan.app.clusters import is_here
         from farspan.app.resolving import resolve_run
-        from farspan.cli.show import Show
+        from farspan.cli.show_updates import Show
 
         config = load_config(given)
         with Show(console) as show:
             resolved = resolve_run(config, show, trial=is_here(config.parallel))
-        ranking = pricing.price_resolved(resolved, config.parallel, query)
+        ranking = predictions.price_resolved(resolved, config.parallel, query)
         if given.resolved:
             for key, (value, origin) in resolved.values.items():
                 console.write_line(f"  {key:22} {value!s:20} {origin}")
     answer: dict[str, Any] = print_views(given, ranking, console)
     cluster = ranking.cluster
-    answer["candidates"] = [pricing.candidate_as_json(listed, cluster) for listed in ranking.listed]
+    answer["candidates"] = [
+        predictions.candidate_as_json(listed, cluster) for listed in ranking.listed
+    ]
     answer["chosen"] = ranking.chosen
     if given.model is not None:
-        pricing.require_fit(query, ranking)
+        predictions.require_fit(query, ranking)
     if given.export:
-        plan = pricing.load_exporter(given.export).exportable(ranking)
+        plan = predictions.load_exporter(given.export).exportable(ranking)
         answer["export"] = {} if plan is None else write_export(plan, given, console)
     if resolved is not None:
         answer["resolved"] = {}

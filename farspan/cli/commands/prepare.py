@@ -21,7 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.app.corpora import refuse_other_text
     from farspan.app.resolving import prepare_run_corpus
-    from farspan.cli.show import Show
+    from farspan.cli.show_updates import Show
 
     with Show(console) as show:
         folder, manifest = prepare_run_corpus(load_config(given), show, verified=True)

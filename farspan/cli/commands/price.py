@@ -26,9 +26,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    from farspan.app.given_plans import price_given
-    from farspan.cli import given_plan
-    from farspan.cli.show import Show
+    from farspan.app.price_plan import price_given
+    from farspan.cli import price_text
+    from farspan.cli.show_updates import Show
 
     # An export of a whole plan needs neither prices nor the cluster.
     is_whole = given.cluster is None and given.plan.suffix == ".json"
@@ -45,7 +45,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
         config = load_config(given)
     with Show(console) as progress:
         priced = price_given(given.plan, given.cluster, given.engine, progress, config)
-    given_plan.print_priced_plan(priced, console, pictures=given.show)
+    price_text.print_priced_plan(priced, console, pictures=given.show)
     if given.out:
         from farspan.app.plans import write_plan
 

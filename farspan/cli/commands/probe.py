@@ -8,7 +8,7 @@ from pathlib import Path
 
 from farspan.cli.cluster_text import print_cluster
 from farspan.cli.console import Console
-from farspan.cli.show import Show
+from farspan.cli.show_updates import Show
 from farspan.domain.cluster import Cluster
 from farspan.domain.clusterfile import to_file
 

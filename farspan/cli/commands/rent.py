@@ -33,9 +33,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    from farspan.app import pricing
+    from farspan.app import predictions
 
-    rented = pricing.rank_rentals(
+    rented = predictions.rank_rentals(
         plan_query(given),
         hours=given.hours,
         usd=given.usd,
@@ -46,7 +46,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     candidates = []
     for offer in rented.offers:
         candidate = {
-            **pricing.candidate_as_json(offer.best, offer.cluster),
+            **predictions.candidate_as_json(offer.best, offer.cluster),
             "kind": offer.kind,
             "count": offer.count,
             "usd_per_hour": offer.usd_per_hour,
@@ -62,9 +62,9 @@ def print_rent(rented: Rent, given: argparse.Namespace, console: Console) -> Non
     """Print the frontier, the cheapest others, and what all of it assumes."""
     from farspan.cli.paint import text_width
     from farspan.domain.model import count_parameters
-    from farspan.domain.words import join_words
+    from farspan.domain.plan_words import join_words
     from farspan.planning.candidate import Candidate
-    from farspan.planning.question import model_of
+    from farspan.planning.plan_question import model_of
     from farspan.report.tables import table_lines
 
     model = model_of(given.model)

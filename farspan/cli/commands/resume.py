@@ -45,7 +45,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
         return
     from farspan.app.training import resume_run
     from farspan.cli.report_text import print_result
-    from farspan.cli.show import Show
+    from farspan.cli.show_updates import Show
 
     with Show(console) as show:
         report = resume_run(

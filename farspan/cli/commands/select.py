@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from farspan.app.checks import refuse_file
 from farspan.app.extensions import load_extension
+from farspan.app.preflight_checks import refuse_file
 from farspan.app.resolving import Resolved, resolve_run
 from farspan.cli.arguments import load_config, takes_config, words_again
 from farspan.cli.console import Console
@@ -71,9 +71,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.app import choosing
-    from farspan.app.pricing import check_tolerance
-    from farspan.cli.show import Show
-    from farspan.planning.outcome import explain_selection, nothing_runs
+    from farspan.app.predictions import check_tolerance
+    from farspan.cli.show_updates import Show
+    from farspan.planning.selection_outcome import explain_selection, nothing_runs
 
     config = load_config(given)
     out = given.out or Path("plan.json")
@@ -138,13 +138,13 @@ def load_algorithm(name: str) -> ModuleType:
 
 def as_json(selection: Selection) -> dict[str, Any]:
     """Return the answer: candidates as `farspan plan` gives them, each with its trial."""
-    from farspan.app import pricing
-    from farspan.planning.outcome import explain_selection
+    from farspan.app import predictions
+    from farspan.planning.selection_outcome import explain_selection
 
     ranking = selection.ranking
     candidates = []
     for listed in ranking.listed:
-        priced = pricing.candidate_as_json(listed, ranking.cluster)
+        priced = predictions.candidate_as_json(listed, ranking.cluster)
         trial = None if isinstance(listed, Refused) else listed.trial
         candidates.append({**priced, "trial": trial})
     tried = []

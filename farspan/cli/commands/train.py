@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from farspan.app.checks import refuse_existing
 from farspan.app.configs import default_name
+from farspan.app.preflight_checks import refuse_existing
 from farspan.cli.arguments import load_config, takes_config, words_again
 from farspan.cli.console import Console
 from farspan.cli.detach import run_detached, takes_detach
@@ -41,7 +41,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.app import training
     from farspan.app.plans import read_planned
     from farspan.cli.report_text import print_result
-    from farspan.cli.show import Show
+    from farspan.cli.show_updates import Show
 
     with Show(console) as show:
         if given.plan is None:

@@ -35,7 +35,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     check_store(given)
     from farspan.app.indexing import update_index
     from farspan.cli.answers import evaluation_text
-    from farspan.cli.show import Show
+    from farspan.cli.show_updates import Show
 
     with Show(console) as show:
         indexed = update_index(

@@ -30,8 +30,8 @@ from farspan.domain.install import install_command_there
 from farspan.domain.interpreter import module_command
 from farspan.domain.problems import Refusal
 from farspan.domain.worker_exit import WorkerExit
-from farspan.launch.examine import host_address, start_agents
 from farspan.launch.hosts import host_python
+from farspan.launch.network_examination import host_address, start_agents
 from farspan.launch.processes import (
     HostProcess,
     Process,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from farspan.retrieval.rank import System
+from farspan.retrieval.hybrid_ranking import System
 from farspan.retrieval.search import Answer
 from farspan.retrieval.serve.server_info import find_server
 

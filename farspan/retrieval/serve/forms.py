@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from farspan.domain.problems import Problem
+from farspan.retrieval.hybrid_ranking import System
 from farspan.retrieval.index import IndexManifest
-from farspan.retrieval.rank import System
 from farspan.retrieval.search import Result
 from farspan.retrieval.serve.limits import Limits
 

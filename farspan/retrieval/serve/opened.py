@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from farspan.corpus.tokenizer import Tokenizer
 from farspan.retrieval.embed import Embedder
+from farspan.retrieval.hybrid_ranking import System, query_form
 from farspan.retrieval.index import INDEX_MANIFEST, Index, IndexManifest
-from farspan.retrieval.rank import System, query_form
 from farspan.retrieval.search import Answer, Result, passage, search, similar
 from farspan.retrieval.serve.searcher import POINTS, Kind
 from farspan.retrieval.stores import Vectors

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from farspan._version import __version__
 from farspan.domain.problems import Refusal, command
-from farspan.retrieval.rank import System
+from farspan.retrieval.hybrid_ranking import System
 from farspan.retrieval.search import Answer, Result
 from farspan.retrieval.serve import forms
 from farspan.retrieval.serve.access import Check, accept_link

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from farspan.retrieval.hybrid_ranking import System
     from farspan.retrieval.index import IndexManifest
-    from farspan.retrieval.rank import System
     from farspan.retrieval.search import Answer, Result
 
 Kind = Literal["query", "document"]

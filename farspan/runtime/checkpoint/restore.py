@@ -15,10 +15,10 @@ from torch import Tensor
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.units import counted
-from farspan.runtime.checkpoint import checkpoint
-from farspan.runtime.checkpoint.checkpoint import AVERAGE, MODEL, MOMENTUM
+from farspan.runtime.checkpoint import checkpoint_folder
+from farspan.runtime.checkpoint.checkpoint_folder import AVERAGE, MODEL, MOMENTUM
 from farspan.runtime.checkpoint.layout import Corrupt, Manifest, TrainerState, boxes
-from farspan.runtime.checkpoint.stored import Stored
+from farspan.runtime.checkpoint.slice_files import Stored
 from farspan.runtime.comm.collective import Group
 from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.state.full_state import Piece
@@ -41,8 +41,8 @@ def restore(
     paths = list[Path]()
     if rank == 0:
         with suppress(OSError):  # A save that fails so reports it.
-            checkpoint.clean_up(folder)
-        paths = list(checkpoint.newest_first(folder))
+            checkpoint_folder.clean_up(folder)
+        paths = list(checkpoint_folder.newest_first(folder))
     corrupt = list[str]()
     newest = 0
     num_paths = int(group.sum(float(len(paths)))[0])
@@ -76,8 +76,8 @@ def restore(
                 executor.publish()
                 return state, reader.read_bytes
         if path is not None:
-            corrupt.append(checkpoint.printable(f"{path}: {problem}"))
-            newest = max(newest, checkpoint.step_of(path))
+            corrupt.append(checkpoint_folder.printable(f"{path}: {problem}"))
+            newest = max(newest, checkpoint_folder.step_of(path))
     faults = "; ".join(corrupt)
     if group.share_text(faults):
         raise Refusal(
@@ -107,16 +107,16 @@ def kept_by_kind(executor: Executor) -> dict[str, Sequence[Tensor]]:
 def _read_resumable(path: Path, plan: Plan, accept: Callable[[TrainerState], None]) -> Manifest:
     """Read on rank 0 the manifest of a checkpoint that this plan can resume from. Raises Corrupt,
     and Refusal for another training's."""
-    manifest = checkpoint.read_checked_manifest(path)
+    manifest = checkpoint_folder.read_checked_manifest(path)
     accept(manifest.progress)
     step = manifest.progress.step
     limit = plan.train.step_limit
     if step > limit:
         raise Corrupt(f"it is of step {step}, and the plan has {limit}")
     for replica in range(len(plan.replicas)):
-        sources = checkpoint.source_kinds(plan, replica, manifest)
+        sources = checkpoint_folder.source_kinds(plan, replica, manifest)
         kinds = set[str]().union(*sources.values())
-        manifest.check(checkpoint.shapes_of(plan, sorted(kinds)))
+        manifest.check(checkpoint_folder.shapes_of(plan, sorted(kinds)))
     return manifest
 
 
@@ -142,7 +142,7 @@ class _Reader:
                 self._whole.receive(flats)
         else:
             try:
-                manifest = manifest or checkpoint.read_checked_manifest(path)
+                manifest = manifest or checkpoint_folder.read_checked_manifest(path)
             except Corrupt as error:
                 problem = str(error)
             else:
@@ -155,7 +155,7 @@ class _Reader:
 
     def _fill_own(self, stored: Stored, manifest: Manifest) -> str:
         own = self._whole.manifests[self._rank]
-        sources = checkpoint.source_kinds(self._plan, own.replica, manifest)
+        sources = checkpoint_folder.source_kinds(self._plan, own.replica, manifest)
         try:
             for kind, flats in self._targets.items():
                 for flat, pieces in zip(flats, own.pieces, strict=True):
@@ -173,10 +173,10 @@ class _Reader:
 
         def content(kind: str, rank: int, b: int) -> Tensor:
             theirs = manifests[rank]
-            if kind == checkpoint.SECOND_MOMENT and theirs.matrices[b]:
+            if kind == checkpoint_folder.SECOND_MOMENT and theirs.matrices[b]:
                 return torch.zeros(0)
             values = torch.zeros(theirs.sizes[b])
-            sources = checkpoint.source_kinds(self._plan, theirs.replica, manifest)
+            sources = checkpoint_folder.source_kinds(self._plan, theirs.replica, manifest)
             try:
                 for piece in theirs.pieces[b]:
                     _fill_with_mean(stored, sources[kind], piece, values)

@@ -27,11 +27,11 @@ from farspan.domain.own_files import open_own
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_seconds
-from farspan.runtime.checkpoint import checkpoint
-from farspan.runtime.checkpoint.checkpoint import MODEL, OWN_STATE, SHARED_STATE, Unsaved
+from farspan.runtime.checkpoint import checkpoint_folder
+from farspan.runtime.checkpoint.checkpoint_folder import MODEL, OWN_STATE, SHARED_STATE, Unsaved
 from farspan.runtime.checkpoint.layout import TrainerState, boxes
 from farspan.runtime.checkpoint.restore import kept_by_kind, restore
-from farspan.runtime.checkpoint.stored import OwnedSlice, put_slices, reason
+from farspan.runtime.checkpoint.slice_files import OwnedSlice, put_slices, reason
 from farspan.runtime.comm.collective import Group
 from farspan.runtime.comm.sealed import Forged, SealedServer, SealedStream
 from farspan.runtime.parallel.executor import Executor
@@ -94,7 +94,7 @@ class SharedFolder:
         try:
             stream = SealedStream.call(self._rank_0, group.secret, f"{PART_QUESTION} {rank}")
             with closing(stream):
-                name = checkpoint.part_name(rank)
+                name = checkpoint_folder.part_name(rank)
                 listing = put_slices(slices, name, lambda content: stream.write(bytes(content)))
                 stream.end()
                 stream.write(msgspec.json.encode(listing))
@@ -109,8 +109,8 @@ class SharedFolder:
         word, _, number = question.partition(" ")
         if word != PART_QUESTION:
             return
-        name = checkpoint.part_name(int(number))
-        file = checkpoint.unfinished(self.receiving) / name
+        name = checkpoint_folder.part_name(int(number))
+        file = checkpoint_folder.unfinished(self.receiving) / name
         with open_own(file, "wb") as target:
             target.writelines(stream.pieces())
             target.flush()
@@ -195,13 +195,13 @@ class Checkpointer:
         run cannot continue without it."""
         if state.step != self.step:
             self._wait_for_pending()
-            path = self._folder.path / checkpoint.step_name(state.step)
+            path = self._folder.path / checkpoint_folder.step_name(state.step)
             flats = kept_by_kind(self._executor)
             if self._executor.outer is not None:
                 replica = self._executor.topology.replica_index
                 for kind in OWN_STATE:
-                    flats[checkpoint.replica_kind(replica, kind)] = flats.pop(kind)
-            size = checkpoint.bytes_needed(self._plan)
+                    flats[checkpoint_folder.replica_kind(replica, kind)] = flats.pop(kind)
+            size = checkpoint_folder.bytes_needed(self._plan)
             try:
                 self._begin_write(state, path, flats, size, due=due)
             except Unsaved as error:
@@ -216,7 +216,7 @@ class Checkpointer:
         """Write the model alone, and wait for it. Raises Unsaved."""
         self._wait_for_pending()
         flats = {MODEL: self._best_weights()}
-        size = checkpoint.model_bytes(self._plan)
+        size = checkpoint_folder.model_bytes(self._plan)
         self._finish_write(self._begin_write(state, path, flats, size))
 
     def poll(self) -> None:
@@ -321,7 +321,7 @@ class Checkpointer:
         why = ""
         if self._rank == 0:
             try:
-                checkpoint.make_folder(path, size, state.epoch)
+                checkpoint_folder.make_folder(path, size, state.epoch)
             except (OSError, Refusal) as error:
                 why = _clear_failed(path, error)
         # Before the others go on: a quick one sends its part while this worker still copies its
@@ -332,7 +332,7 @@ class Checkpointer:
         slices = self._copy_slices(writers.get(self._rank, ()), flats)
         ended = threading.Event()
         ranks = sorted(writers)
-        if checkpoint.step_of(path) < 0:  # The best weights, which the first replica writes.
+        if checkpoint_folder.step_of(path) < 0:  # The best weights, which the first replica writes.
             ranks = [rank for rank in ranks if self._whole.manifests[rank].replica == 0]
         future = self._writer.submit(self._write_and_commit, path, slices, ranks, state, ended)
         self._pending = _Pending(state, path, began, future, ended, due)
@@ -351,19 +351,19 @@ class Checkpointer:
         if self._rank in ranks:
             if self._rank in self._folder.near:
                 with self._group.writing:
-                    checkpoint.write_part(path, self._rank, slices)
+                    checkpoint_folder.write_part(path, self._rank, slices)
             else:
                 self._folder.send_part(self._group, slices)
         slices.clear()
         if self._rank != 0:
             return 0, 0.0
-        while missing := checkpoint.missing_parts(path, ranks):
-            if ended.wait(PART_POLL_S) and checkpoint.missing_parts(path, ranks):
+        while missing := checkpoint_folder.missing_parts(path, ranks):
+            if ended.wait(PART_POLL_S) and checkpoint_folder.missing_parts(path, ranks):
                 raise Unsaved(f"rank {missing[0]} could not write its part")
         with self._group.writing:
-            size = checkpoint.commit(path, ranks, state)
-            if checkpoint.step_of(path) >= 0:
-                checkpoint.prune(path, self._plan.train.keep)
+            size = checkpoint_folder.commit(path, ranks, state)
+            if checkpoint_folder.step_of(path) >= 0:
+                checkpoint_folder.prune(path, self._plan.train.keep)
         return size, self._monotonic()
 
     def _finish_write(self, pending: _Pending) -> None:
@@ -458,7 +458,7 @@ def _clear_failed(path: Path, error: BaseException) -> str:
     if isinstance(error, Refusal) and error.problem.code == "superseded":
         raise error  # The files there are another start's.
     with suppress(OSError):
-        checkpoint.clean_up(path.parent)
+        checkpoint_folder.clean_up(path.parent)
     return reason(error) if isinstance(error, Exception) else str(error)
 
 

@@ -32,7 +32,7 @@ from farspan.runtime.parallel.param_gather import ParamGather
 from farspan.runtime.parallel.pipeline import Batch, Pipeline
 from farspan.runtime.spans import Spans
 from farspan.runtime.state.full_state import FullState
-from farspan.runtime.state.matrix_updates import MatrixUpdates
+from farspan.runtime.state.muon import MatrixUpdates
 from farspan.runtime.state.tied_embeddings import TABLE, TiedEmbedding
 from farspan.runtime.state.train_state import WORKING_DTYPES, TrainState
 from farspan.runtime.state.zero_buckets import Bucket, ZeroDivision

@@ -22,8 +22,8 @@ from torch import Tensor
 from farspan.runtime.comm import tcp
 from farspan.runtime.comm.channels import MessageChannel, tag
 from farspan.runtime.comm.collective import NCCL
-from farspan.runtime.comm.compress import FP32_CODEC, Codec, ErrorFeedback
 from farspan.runtime.comm.messages import Messenger, Posted, Sent
+from farspan.runtime.comm.quantize import FP32_CODEC, Codec, ErrorFeedback
 from farspan.runtime.comm.topology import ProcessGroups, Topology
 from farspan.runtime.state.train_state import TrainState
 from farspan.runtime.state.zero_buckets import Bucket, owned_length

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from farspan.domain.problems import Refusal
 from farspan.runtime.comm.channels import MessageChannel, tag
-from farspan.runtime.comm.compress import Codec, ErrorFeedback
 from farspan.runtime.comm.messages import Messenger, Posted
+from farspan.runtime.comm.quantize import Codec, ErrorFeedback
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.state.full_state import BucketManifest, FullState, Piece
 from farspan.runtime.state.train_state import TrainState

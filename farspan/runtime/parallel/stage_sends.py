@@ -15,8 +15,8 @@ from torch import Tensor
 
 from farspan.domain.plan import Replica
 from farspan.runtime.comm.channels import MessageChannel, tag
-from farspan.runtime.comm.compress import Codec
 from farspan.runtime.comm.messages import Messenger, Posted
+from farspan.runtime.comm.quantize import Codec
 from farspan.runtime.comm.topology import ProcessGroups, Topology
 from farspan.runtime.state.train_state import WORKING_DTYPES
 from farspan.semantics.communications import rows_held

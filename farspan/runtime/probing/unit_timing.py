@@ -14,7 +14,7 @@ from farspan import models
 from farspan.domain.cluster import DType, UnitTime
 from farspan.domain.engine import load_engine
 from farspan.domain.model import ModelSpec
-from farspan.domain.probe import LeftOut, UnitTimes
+from farspan.domain.probe_requests import LeftOut, UnitTimes
 from farspan.domain.train import TrainSpec
 from farspan.estimate.memory import kept_per_row, logits_bytes
 from farspan.runtime.device import free_memory, memory_is_full, release_memory, synchronize_device

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from farspan.domain.train import Muon, Optimizer, Precision
-from farspan.runtime.state.matrix_updates import MatrixUpdates
+from farspan.runtime.state.muon import MatrixUpdates
 from farspan.runtime.state.zero_buckets import (
     Bucket,
     ZeroDivision,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from farspan.semantics.matrices import in_buckets, owners
+from farspan.semantics.muon_matrices import in_buckets, owners
 
 #: Without a size of buckets: all that small models have in one.
 ONE_BUCKET = 2**62

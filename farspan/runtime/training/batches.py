@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from farspan.domain.plan import row_quantum
 from farspan.runtime.model.dropout import Dropout
 from farspan.runtime.parallel.pipeline import Batch
-from farspan.runtime.training.data import Order, dropout_seeds, mask
-from farspan.runtime.training.parts import Worker
+from farspan.runtime.training.sample_order import Order, dropout_seeds, mask
+from farspan.runtime.training.worker_parts import Worker
 
 Arrays = tuple[NDArray[np.int64], NDArray[np.int64]]
 

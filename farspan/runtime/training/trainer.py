@@ -13,11 +13,11 @@ import numpy as np
 
 from farspan.domain.codec import is_content_hash, load
 from farspan.domain.plan import Plan
+from farspan.domain.plan_words import join_words
 from farspan.domain.problems import Refusal
 from farspan.domain.results import STOP_REASONS, Rescheduled, Saved, Step, Traced, Warned
-from farspan.domain.words import join_words
-from farspan.runtime.checkpoint import checkpoint
-from farspan.runtime.checkpoint.checkpoint import Unsaved
+from farspan.runtime.checkpoint import checkpoint_folder
+from farspan.runtime.checkpoint.checkpoint_folder import Unsaved
 from farspan.runtime.checkpoint.layout import TrainerState
 from farspan.runtime.checkpoint.save import Checkpointer, Written
 from farspan.runtime.device import peak_memory
@@ -25,8 +25,8 @@ from farspan.runtime.parallel.executor import Outcome
 from farspan.runtime.time_budget import RunWork, TimeBudget
 from farspan.runtime.training.batches import Batches
 from farspan.runtime.training.loss_outlier import PATIENCE, LossOutliers
-from farspan.runtime.training.parts import Worker
 from farspan.runtime.training.validation import Validation
+from farspan.runtime.training.worker_parts import Worker
 from farspan.semantics.identity import training_key, unlike_training
 from farspan.semantics.lr_schedule import learning_rate
 
@@ -91,7 +91,7 @@ class Trainer:
             validate_every=train.validate_every,
             validation_tokens=validation.tokens(validation.first),
             last_tokens=validation.tokens(validation.most),
-            checkpoint_bytes=checkpoint.bytes_needed(worker.plan),
+            checkpoint_bytes=checkpoint_folder.bytes_needed(worker.plan),
             checkpoint_every_s=train.checkpoint_every_s,
         )
         self.budget = TimeBudget(train, work, lambda: self.elapsed_s)

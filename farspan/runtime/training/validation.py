@@ -21,8 +21,8 @@ from farspan.domain.results import Validated
 from farspan.runtime.checkpoint.layout import TrainerState
 from farspan.runtime.parallel.pipeline import Batch
 from farspan.runtime.time_budget import TimeBudget
-from farspan.runtime.training.data import Indices, permute
-from farspan.runtime.training.parts import Worker
+from farspan.runtime.training.sample_order import Indices, permute
+from farspan.runtime.training.worker_parts import Worker
 
 #: The last validation of a run reads at most about this many tokens: the standard error of their
 #: mean is thousandths of a nat.

@@ -13,7 +13,7 @@ import msgspec
 from farspan.domain.plan import GradSync, Mesh, Plan, Replica, Stage, Topology, Zero, row_quantum
 from farspan.domain.problems import Problem
 from farspan.domain.units import counted
-from farspan.semantics.matrices import matrices
+from farspan.semantics.muon_matrices import matrices
 from farspan.techniques._out_of_memory import best
 from farspan.techniques._task import Task, cannot
 

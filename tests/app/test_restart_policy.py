@@ -1,0 +1,112 @@
+"""Which faults a run starts again for, how often, and which end it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from farspan.app.restart_policy import (
+    CURABLE,
+    HOUR_S,
+    MAX_RESTART_COST_S,
+    MAX_RESTARTS,
+    MAX_SAME_FAULT,
+    NOTICE_S,
+    Faults,
+    Seen,
+)
+from farspan.domain.cluster import Cluster, Device, Host, Site
+from farspan.domain.problems import EXIT_CODES, Problem
+from tests import tiny
+from tests.launch.test_launchers import TRAIN
+
+LOST = Problem(
+    code="worker-lost",
+    what="rank 1 on b was lost",
+    where="log",
+    fact="gone",
+    remedy="resume",
+    rank=1,
+)
+
+
+def seen(problem: Problem = LOST, step: int = 7, at: float = 0.0) -> Seen:
+    return Seen(problem=problem, step=step, at=at)
+
+
+@pytest.mark.parametrize("code", sorted(EXIT_CODES))
+def test_run_ends_at_once_for_errors_that_a_restart_cannot_fix(code):
+    problem = replace(LOST, code=code)
+    ended = Faults().end(seen(problem), trained=True)
+    assert (ended is None) == (code in CURABLE)
+    assert ended is None or ended == problem
+
+
+def test_an_error_of_a_workers_own_ends_the_run():
+    own = replace(LOST, cause="own")
+    assert Faults().end(seen(own), trained=True) == own
+    assert Faults().end(seen(replace(LOST, cause="exchange")), trained=True) is None
+
+
+def test_host_unreachable_before_the_first_step_ends_the_run_at_once():
+    away = replace(LOST, code="host-unreachable")
+    assert Faults().end(seen(away), trained=False) == away
+    assert Faults().end(seen(away), trained=True) is None
+    assert Faults().end(seen(), trained=False) is None
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 2), st.floats(0, 600)), min_size=1, max_size=80
+    )
+)
+def test_a_run_ends_when_a_fault_comes_back_or_too_many_come(history):
+    """Whatever comes: it ends at the third that is the same, or at the first beyond MAX_RESTARTS
+    within an hour, and with the fault's own cause."""
+    faults = Faults()
+    at = 0.0
+    times = list[tuple[float, tuple[int, int]]]()
+    for step, rank, after in history:
+        at += after
+        times.append((at, (step, rank)))
+        problem = replace(LOST, rank=rank)
+        ended = faults.end(seen(problem, step, at), trained=True)
+        same = sum(kind == (step, rank) for _, kind in times)
+        recent = sum(at - other < HOUR_S for other, _ in times)
+        assert (ended is not None) == (same >= MAX_SAME_FAULT or recent > MAX_RESTARTS)
+        if ended is not None:
+            assert ended.fact.startswith(f"{problem.fact}; ") and ended.code == problem.code
+            return
+
+
+def test_only_a_host_that_was_preempted_whole_is_leaving_and_for_its_notice():
+    """Not one that has workers left, and not this machine, on which the supervisor runs."""
+    device = Device(kind="cpu-avx2", backend="cpu", memory=2**30)
+    names = ("here", "whole", "part", "idle")
+    hosts = tuple(
+        Host(name=name, devices=(device,) * 2, enter=() if name == "here" else None)
+        for name in names
+    )
+    cluster = Cluster(sites=(Site(name="a", hosts=hosts),))
+    plan = tiny.plan(TRAIN, rows=(2, 2, 1, 1, 1, 1))
+    at = [replace(plan.devices[0], host=name) for name in names[:3] for _ in range(2)]
+    plan = replace(plan, devices=tuple(at))
+    problem = replace(LOST, code="preempted", ranks=(0, 1, 2, 3, 4))
+    faults = Faults()
+    faults.preempt(seen(problem, at=100.0), plan, cluster)
+    assert faults.leaving(100.0) == faults.leaving(99.9 + NOTICE_S) == {"whole"}
+    assert faults.leaving(100.0 + NOTICE_S) == set()
+    faults.preempt(seen(replace(problem, ranks=()), at=500.0), plan, cluster)
+    assert faults.leaving(500.0) == set()
+
+
+def test_restarts_that_cost_too_much_end_the_run():
+    faults = Faults()
+    for number in range(4):
+        assert faults.end(seen(step=number, at=100.0 * number), trained=True) is None
+        faults.cost(100.0 * number, MAX_RESTART_COST_S / 3.5)
+    ended = faults.end(seen(step=9, at=500.0), trained=True)
+    assert ended is not None and "restarts of the last hour have cost" in ended.fact
+    assert faults.end(seen(step=10, at=500.0 + HOUR_S), trained=True) is None
