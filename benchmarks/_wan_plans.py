@@ -30,7 +30,7 @@ from farspan.domain.problems import Problem
 from farspan.domain.train import Schedule, TrainSpec
 from farspan.planning.rank import rank_plans
 from farspan.techniques import Task
-from farspan.techniques._search.one_stage import wan_rate
+from farspan.techniques._search.one_stage import wan_bandwidth_share
 
 ENGINE = "farspan"
 #: Two sites of two workers.
@@ -275,6 +275,6 @@ def stage(
             bucket_bytes=BUCKET_BYTES,
             topology=topology,
             bits=bits,
-            wan_rate=wan_rate(task, mesh, topology),
+            wan_rate=wan_bandwidth_share(task, mesh, topology),
         ),
     )

@@ -46,7 +46,7 @@ def whole(model: Decoder, prompt: list[int]) -> list[int]:
     """Every state of every step computed again."""
     ids = list(prompt)
     for _ in range(TOKENS):
-        ids.append(int((model.head_VD @ model.hidden(torch.tensor([ids]))[0, -1]).argmax()))
+        ids.append(int((model.head_VD @ model.hidden_states(torch.tensor([ids]))[0, -1]).argmax()))
     return ids
 
 
@@ -55,7 +55,9 @@ def kept(model: Decoder, prompt: list[int]) -> list[int]:
     ids = list(prompt)
     cache = KVCache(model)
     for _ in range(TOKENS):
-        ids.append(int((model.head_VD @ cache.append(torch.tensor(ids[cache.length :]))).argmax()))
+        ids.append(
+            int((model.head_VD @ cache.append_tokens(torch.tensor(ids[cache.length :]))).argmax())
+        )
     return ids
 
 

@@ -74,7 +74,7 @@ class Stage:
 
 STAGES = (
     Stage("card", "gpu_card", 15, ("torch",), "bandwidth, matrix products, time of a launch"),
-    Stage("head", "gpu_head", 35, KERNELS, "HeadLoss alone: ms, bytes, error"),
+    Stage("head", "gpu_head", 35, KERNELS, "HeadCrossEntropy alone: ms, bytes, error"),
     Stage("contest", "gpu_contest", 115, WORKER, "gpt2-medium and a plain compiled loop, in turns"),
     Stage("tests", "gpu_tests", 60, WORKER, "gradients and updates against the CPU's"),
     Stage("small", "gpu_small", 50, WORKER, "2.9 M and 15 M parameters through the Trainer"),

@@ -1,4 +1,4 @@
-"""HeadLoss alone, forward and backward: 16 x 1,024 tokens and GPT-2's vocabulary in bf16.
+"""HeadCrossEntropy alone, forward and backward: 16 x 1,024 tokens and GPT-2's vocabulary in bf16.
 
 As farspan runs it (padded to a multiple of 64 on CUDA), without the padding, with larger chunks,
 and beside PyTorch's linear layer and cross-entropy on all logits at once.
@@ -48,7 +48,7 @@ class Data:
         self.targets_N = torch.randint(vocabulary, (tokens,), **where)
 
     def farspan(self, x_ND: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
-        return kernels.head_loss(x_ND, self.weight_VD, targets_N)
+        return kernels.head_cross_entropy(x_ND, self.weight_VD, targets_N)
 
     def pytorch(self, x_ND: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(F.linear(x_ND, self.weight_VD).float(), targets_N, reduction="sum")

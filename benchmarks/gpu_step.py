@@ -59,7 +59,7 @@ def farspan_step(spec: ModelSpec, train: TrainSpec, device: torch.device) -> Cal
     """Return the worker's step on one batch: passes, gradient norm, clipping, update."""
     torch.backends.cuda.matmul.allow_tf32 = train.precision == "tf32"
     executor = Executor(Topology(plan_of(spec, train, device.type), 0), device)
-    executor.load(initial_parameters(spec, 0))
+    executor.load_parameters(initial_parameters(spec, 0))
     if train.compile:
         compile_blocks(executor.model, device)
     data = random_batch(spec, train.batch, device)
@@ -68,7 +68,7 @@ def farspan_step(spec: ModelSpec, train: TrainSpec, device: torch.device) -> Cal
     count = iter(range(1, 10**9))
 
     def step() -> None:
-        outcome = executor.gradients(tokens, lambda i: data, scale)
-        executor.update(train.optimizer, 6e-4, next(count), max(1.0, outcome.norm))
+        outcome = executor.compute_gradients(tokens, lambda i: data, scale)
+        executor.optimizer_step(train.optimizer, 6e-4, next(count), max(1.0, outcome.norm))
 
     return step

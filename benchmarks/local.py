@@ -91,7 +91,7 @@ def paced(cluster: Cluster, work: Work) -> Cluster:
     `farspan select` does."""
     task = plans.question(work, cluster, RUN_STEPS)
     with Probe(cluster.hosts[0], threads=1, device=0) as probe:
-        found = probe.measure(
+        found = probe.measure_step(
             first_device(cluster),
             task.model,
             task.train,

@@ -37,7 +37,7 @@ from farspan.planning.recipe import peak_rate
 from farspan.planning.size import shape_for
 from farspan.runtime.model.decoder import Decoder, initialize_model
 from farspan.runtime.model.dropout import Dropout
-from farspan.runtime.state.muon import orthogonalize
+from farspan.runtime.state.muon import newton_schulz
 from farspan.semantics.lr_schedule import learning_rate
 from farspan.semantics.muon_matrices import block_matrices
 
@@ -249,7 +249,10 @@ class Training:
     def step(self) -> None:
         """One step, all on the device: it may be recorded as a graph."""
         inputs, targets, dropout = self.batch()
-        loss = self.model.finish(self.model.advance(inputs, dropout), targets) / targets.numel()
+        loss = (
+            self.model.summed_loss(self.model.forward_blocks(inputs, dropout), targets)
+            / targets.numel()
+        )
         gradients = torch.autograd.grad(loss, self.parameters)
         self.loss.copy_(loss.detach())
         with torch.no_grad():
@@ -297,7 +300,7 @@ class Training:
                     (master, momentum)
                 )
         for shape, pairs in by_shape.items():
-            made = orthogonalize(torch.stack([momentum for _, momentum in pairs]), 5, self.dtype)
+            made = newton_schulz(torch.stack([momentum for _, momentum in pairs]), 5, self.dtype)
             for (master, _), direction in zip(pairs, made, strict=True):
                 master.sub_(direction * (lr * 0.2 * max(shape) ** 0.5))
 
@@ -332,7 +335,7 @@ class Training:
         inputs = val[: count * S].view(count, S)
         targets = val[1 : count * S + 1].view(count, S)
         for x, y in zip(inputs.split(64), targets.split(64), strict=True):
-            total += float(self.model.finish(self.model.advance(x), y))
+            total += float(self.model.summed_loss(self.model.forward_blocks(x), y))
         self.publish(self.masters)
         return total / (count * S)
 

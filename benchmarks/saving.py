@@ -53,7 +53,7 @@ def mean_step(run: RunFolder, every_s: float) -> tuple[float, int]:
     train = msgspec.structs.replace(plan.train, checkpoint_every_s=every_s)
     save(msgspec.structs.replace(plan, train=train), run.plan)
     events = list[Event]()
-    Supervisor(run, ignore_update, events.append).train()
+    Supervisor(run, ignore_update, events.append).train_run()
     steps = [event for event in events if isinstance(event, Step)]
     saves = sum(isinstance(event, Saved) and event.step < steps[-1].step for event in events)
     return (steps[-1].at - steps[WARMUP - 1].at) / (len(steps) - WARMUP), saves

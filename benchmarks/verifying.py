@@ -33,7 +33,7 @@ from farspan.domain.model import count_parameters
 from farspan.domain.plan import Plan
 from farspan.domain.run import RunFolder, RunRecord, source_commit
 from farspan.runtime.model.decoder import Decoder, initial_parameters
-from farspan.runtime.training.sample_order import Order, Windows
+from farspan.runtime.training.sample_order import SampleOrder, TokenWindows
 
 RESULTS = Path(__file__).parent / "results" / "verifying.json"
 #: Steps of the model whose CPU seconds are taken; the least counts.
@@ -63,8 +63,8 @@ def reading_s(run: RunFolder, manifest: CorpusManifest, steps: int) -> float:
     """CPU seconds of reading the windows of the first steps."""
     train = run.load_plan().train
     folder = load(run.record, RunRecord).corpus_folder
-    windows = Windows(TokenFile.open(folder, "train", manifest).tokens, train.seq_len)
-    order = Order(windows.count, train.seed)
+    windows = TokenWindows(TokenFile.open(folder, "train", manifest).tokens, train.seq_len)
+    order = SampleOrder(windows.count, train.seed)
     chosen = [
         order.window(np.arange(step * train.batch, (step + 1) * train.batch))
         for step in range(steps)

@@ -115,7 +115,7 @@ class Chaos:
             self._supervisor = Supervisor(self._run, watch, self._hear)
             thread.start()
             try:
-                finished = self._supervisor.train()
+                finished = self._supervisor.train_run()
             except Refusal as refusal:
                 problem = refusal.problem
             finally:

@@ -31,7 +31,7 @@ def copy_checkpoints(run: RunFolder, cluster: Cluster) -> None:
 
     remote = remote_run(run.load_plan(), run, cluster, flaw_of)
     if remote is not None:
-        remote.fetch()
+        remote.fetch_checkpoints()
 
 
 def unmirrored_steps(run: RunFolder) -> int:

@@ -66,7 +66,7 @@ def update_index(
     from farspan.retrieval.build import build
     from farspan.retrieval.fitting import Task
     from farspan.retrieval.index import Recipe
-    from farspan.retrieval.index_progress import IndexWork
+    from farspan.retrieval.index_work import IndexWork
     from farspan.retrieval.pooling import Processes
     from farspan.retrieval.stores import load as load_store
     from farspan.retrieval.stores import resolve

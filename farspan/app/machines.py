@@ -89,7 +89,7 @@ def diagnose_machine(device: str = "auto") -> Diagnosis:
         except Refusal as refusal:
             problems.append(refusal.problem)
         with Probe() as probe:
-            devices = probe.describe(device, None).devices
+            devices = probe.describe_devices(device, None).devices
     except Refusal as refusal:
         problems.append(refusal.problem)
     findings = [Finding.of(problem, "refused") for problem in problems]

@@ -84,7 +84,7 @@ class NotebookBar:
             case _ if isinstance(update, Event):
                 self._show_event(update)
             case _:
-                from farspan.retrieval.index_progress import IndexWork
+                from farspan.retrieval.index_work import IndexWork
 
                 if isinstance(update, IndexWork):
                     self._share = update.share

@@ -61,7 +61,7 @@ def replan_run(
             target = given
         else:
             with Probe() as probe:
-                target = probe.describe(parallel.device, None)
+                target = probe.describe_devices(parallel.device, None)
         resolved = _resolve_rest(run, target)
         planned = best_plan(resolved, _keep_synchronous(parallel, run.load_plan()), progress)
         adopt_plan(run, planned, progress, asked)

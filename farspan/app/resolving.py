@@ -189,7 +189,7 @@ def start_probe(config: RunConfig, given: Cluster | None) -> Iterator[tuple[Prob
     workers = config.parallel.workers
     limit = None if workers == "auto" else workers
     with Probe() as probe:
-        yield probe, probe.describe(config.parallel.device, limit)
+        yield probe, probe.describe_devices(config.parallel.device, limit)
 
 
 class _TrialMeasures(TypedDict):
@@ -223,6 +223,6 @@ def _trial_measures(
                 model, train, cluster, find_engine("farspan"), precisions
             )
         progress(Note(f"trying the model on {kind}: {', '.join(precisions)}"))
-        return probe.measure(device, model, fitting, precisions=precisions, seconds=PROBE_S)
+        return probe.measure_step(device, model, fitting, precisions=precisions, seconds=PROBE_S)
 
     return {"matmul_flops": matmul_flops, "measure": measure}

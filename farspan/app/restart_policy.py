@@ -65,15 +65,15 @@ class Faults:
         self.seen: list[Seen] = []
         self._costs: list[tuple[float, float]] = []
         #: Steps whose batch is left out from now on.
-        self.left_out: tuple[int, ...] = ()
+        self.skipped_steps: tuple[int, ...] = ()
         #: Until when hosts that were preempted are not tried again.
         self._leaving = dict[str, float]()
 
-    def cost(self, at: float, seconds: float) -> None:
+    def add_cost(self, at: float, seconds: float) -> None:
         """Add the seconds of training that a restart at a time has cost."""
         self._costs.append((at, seconds))
 
-    def preempt(self, fault: Seen, plan: Plan, cluster: Cluster) -> None:
+    def mark_preempted(self, fault: Seen, plan: Plan, cluster: Cluster) -> None:
         """Take a fault: hosts that it has taken away whole are leaving. This machine is not: its
         own shutdown would have ended this process."""
         lost_ranks = set(fault.problem.ranks)
@@ -82,21 +82,21 @@ class Faults:
             if ranks and ranks <= lost_ranks and host.enter != ():
                 self._leaving[host.name] = fault.at + NOTICE_S
 
-    def leaving(self, now: float) -> set[str]:
+    def leaving_hosts(self, now: float) -> set[str]:
         """Return the hosts that are not tried again yet."""
         return {name for name, until in self._leaving.items() if now < until}
 
-    def end(self, fault: Seen, *, trained: bool) -> Problem | None:
+    def take_fault(self, fault: Seen, *, trained: bool) -> Problem | None:
         """Take a fault: None where the run starts again, else what it ends with. `trained` is
         whether workers of this job have trained before."""
         self.seen.append(fault)
         problem = fault.problem
         if problem.code == "non-finite" and problem.step is not None:
             # The first batch whose gradient is not finite is left out; a second one ends the run.
-            if not self.left_out:
-                self.left_out = (problem.step,)
+            if not self.skipped_steps:
+                self.skipped_steps = (problem.step,)
                 return None
-            before = self.left_out[0] + 1
+            before = self.skipped_steps[0] + 1
             why = f"the batch of step {before} was left out for the same reason"
             return _add_reason(problem, why)
         if problem.code not in CURABLE or problem.cause == "own":

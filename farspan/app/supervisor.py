@@ -73,7 +73,7 @@ class Supervisor:
         self._failed_at: float | None = None
         self._seen_at = 0.0
 
-    def train(self) -> Finished | None:
+    def train_run(self) -> Finished | None:
         """Train until the run's last event, and return it. Raises Refusal with the cause where it
         cannot continue, or was asked to stop."""
         with Lease(self._run) as lease, closing(Spares()) as spares, self._passing_signals():
@@ -104,7 +104,7 @@ class Supervisor:
             # counts those that are here.
             copy_checkpoints(self._run, cluster)
         used_s = self._used_s()
-        epoch = lease.begin(used_s=used_s, skip=self._faults.left_out, fault=self._fault)
+        epoch = lease.begin_epoch(used_s=used_s, skip=self._faults.skipped_steps, fault=self._fault)
         if lease.mended is not None:
             self._progress(Note(lease.mended))
         restarts = self._on_fault != "stop"
@@ -130,7 +130,9 @@ class Supervisor:
                     if isinstance(event, Step) and not has_spares:
                         trained_s = time.monotonic() - self._started_at
                         if trained_s > SPARES_AFTER_S:
-                            spares.fill(plan, workers.hosts, self._run.logs, lease.keep_open)
+                            spares.start_spares(
+                                plan, workers.hosts, self._run.logs, lease.keep_open
+                            )
                             has_spares = True
         finally:
             self._workers = None
@@ -147,7 +149,7 @@ class Supervisor:
             if self._fault is not None:
                 repeated = max(0, self._step - event.step)
                 repeated_s = repeated * statistics.median(self._steps_s or [0.0])
-                self._faults.cost(now, now - self._seen_at + repeated_s)
+                self._faults.add_cost(now, now - self._seen_at + repeated_s)
             self._step = event.step
         elif isinstance(event, Step):
             self._step = event.step
@@ -171,11 +173,11 @@ class Supervisor:
         # before it failed.
         self._seen_at = now if self._failed_at is None else self._failed_at
         fault = Seen(problem=problem, step=self._furthest, at=self._seen_at)
-        fatal = self._faults.end(fault, trained=self._first is not None)
+        fatal = self._faults.take_fault(fault, trained=self._first is not None)
         if fatal is not None:
             raise Refusal.of(fatal)
         plan = self._run.load_plan()
-        self._faults.preempt(fault, plan, clusters.cluster_of_run(self._run))
+        self._faults.mark_preempted(fault, plan, clusters.cluster_of_run(self._run))
         at = time.time() - (now - self._seen_at)
         message = restart_message(fault, len(self._faults.seen))
         self._progress(Faulted(problem, at, self._step, message))
@@ -218,7 +220,7 @@ class Supervisor:
             # are there.
             return set()
         planned = {device.host for device in self._run.load_plan().devices}
-        leaving = planned & self._faults.leaving(time.monotonic())
+        leaving = planned & self._faults.leaving_hosts(time.monotonic())
         expected = planned - leaving
         cluster = clusters.cluster_of_run(self._run)
         hosts = [host for host in cluster.hosts if host.name in expected]
@@ -273,7 +275,7 @@ class Supervisor:
     # -- signals
     #   --------------------------------------------------------------------------------------------
 
-    def stop(self) -> None:
+    def request_stop(self) -> None:
         """Have workers save and end; a second call ends them at once."""
         self._asked += 1
         if self._workers is not None:
@@ -291,7 +293,7 @@ class Supervisor:
 
         def handle(number: int, frame: object) -> None:
             self._progress(Note("saving; once more to stop at once"))
-            self.stop()
+            self.request_stop()
 
         before = {
             number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)

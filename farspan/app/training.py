@@ -153,7 +153,7 @@ def train_run(run: RunFolder, progress: Progress = ignore_update) -> Report:
         progress(Note(f"starting {workers} through {record.launcher}"))
     try:
         with register_job(run):
-            ended = Supervisor(run, progress, write_event).train()
+            ended = Supervisor(run, progress, write_event).train_run()
     except BaseException:
         progress(Ended())
         # What ended the run is raised, not what keeps its report from being written.

@@ -28,9 +28,9 @@ class TrialCache:
         # How many steps are asked for follows from a prediction, which is another one after each
         # probe.
         within = trial_limits(plan, self._resolved.cluster, step_s, steps_for(step_s))
-        return self.run(plan, within, least=0)
+        return self.run_trial(plan, within, least=0)
 
-    def run(self, plan: Plan, within: TrialLimits, least: int | None = None) -> Trial:
+    def run_trial(self, plan: Plan, within: TrialLimits, least: int | None = None) -> Trial:
         """Run a trial, or return a kept one that has timed at least `least` steps (None: all that
         `within` asks for), which took no time."""
         cluster = self._resolved.cluster

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from farspan.cli.display import DisplayConsole
 from farspan.cli.progress import LINE_INTERVAL_S
-from farspan.retrieval.index_progress import IndexWork
+from farspan.retrieval.index_work import IndexWork
 
 
 class IndexProgress:

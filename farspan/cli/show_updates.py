@@ -58,7 +58,7 @@ class Show:
                 self._show_index_work(update)
 
     def _show_index_work(self, update: object) -> None:
-        from farspan.retrieval.index_progress import IndexWork
+        from farspan.retrieval.index_work import IndexWork
 
         if not isinstance(update, IndexWork):
             return

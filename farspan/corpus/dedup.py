@@ -75,7 +75,7 @@ def jaccard(a: U32, b: U32) -> float:
     return common / (len(a) + len(b) - common)
 
 
-def sign(stem: Path) -> None:
+def write_minhash_signatures(stem: Path) -> None:
     """Write of a shard: .marks.npy [1 + BANDS, documents], text hashes and then band hashes; the
     documents' shingles one after the other (.shingles), and where each ends (.ends.npy)."""
     documents = read_lines(stem.with_suffix(".docs"))
@@ -84,14 +84,14 @@ def sign(stem: Path) -> None:
     hashes = np.array([text_hash(text) for text in texts], np.uint64)
     kept = [s[:MAX_SHINGLES] for s in sets]
     ends = np.cumsum([len(s) for s in kept], dtype=np.uint32)
-    marks = np.vstack([hashes, _hash_bands(sets)])
+    marks = np.vstack([hashes, _minhash_bands(sets)])
     write_array(stem.with_suffix(".marks.npy"), marks)
     with open_own(stem.with_suffix(".shingles"), "wb") as file:
         file.write(np.concatenate(kept).tobytes())
     write_array(stem.with_suffix(".ends.npy"), ends)
 
 
-def _hash_bands(sets: list[U32]) -> U64:
+def _minhash_bands(sets: list[U32]) -> U64:
     """Return [BANDS, documents]: one hash of ROWS minima of permuted shingles each."""
     block = np.concatenate(sets)
     starts = np.cumsum([0, *map(len, sets[:-1])])
@@ -116,7 +116,7 @@ class Shards:
         self.sizes: U32 = np.concatenate(sizes)
         self._ends: U32 = np.concatenate(ends)
 
-    def marks(self, row: int) -> U64:
+    def read_lsh_marks(self, row: int) -> U64:
         """Return every document's text hash (row 0), or its hash of band `row`, from 1."""
         rows = []
         for stem in self.stems:
@@ -124,7 +124,7 @@ class Shards:
             rows.append(np.array(marks[row]))
         return np.concatenate(rows)
 
-    def shingles(self, document: int) -> U32:
+    def read_shingles(self, document: int) -> U32:
         shard = int(np.searchsorted(self.first, document, side="right")) - 1
         size = int(self.sizes[document])
         start = int(self._ends[document]) - size
@@ -132,22 +132,22 @@ class Shards:
         return np.fromfile(file, np.uint32, size, offset=4 * start)
 
 
-def find_clusters(shards: Shards) -> npt.NDArray[np.int64]:
+def find_duplicate_clusters(shards: Shards) -> npt.NDArray[np.int64]:
     """Return for each document the first of its cluster of exact and near duplicates (itself if it
     has none)."""
     parent = np.arange(len(shards.sizes))
-    for copies in _group_by_mark(shards.marks(0)):
+    for copies in _group_lsh_buckets(shards.read_lsh_marks(0)):
         parent[copies] = copies[0]
     distinct = parent == np.arange(len(parent))
     for band in range(1, 1 + BANDS):
-        for bucket in _group_by_mark(shards.marks(band)):
+        for bucket in _group_lsh_buckets(shards.read_lsh_marks(band)):
             _merge_bucket(shards, parent, bucket[distinct[bucket]])
     for document in range(len(parent)):  # a parent comes before its child, so one pass flattens
         parent[document] = parent[parent[document]]
     return parent
 
 
-def _group_by_mark(marks: U64) -> Iterator[npt.NDArray[np.int64]]:
+def _group_lsh_buckets(marks: U64) -> Iterator[npt.NDArray[np.int64]]:
     """Yield groups of two or more documents with the same mark, each in ascending order."""
     order = np.argsort(marks, kind="stable")
     ordered = marks[order]
@@ -169,12 +169,12 @@ def _merge_bucket(
     by_size = np.argsort(shards.sizes[bucket], kind="stable")
     members = bucket[by_size].tolist()
     for place, member in enumerate(members):
-        mine = shards.shingles(member)
+        mine = shards.read_shingles(member)
         for other in members[place + 1 : place + 1 + BUCKET_WINDOW]:
             if len(mine) < THRESHOLD * shards.sizes[other]:
                 break
             low, high = sorted((_find_root(parent, member), _find_root(parent, other)))
-            if low != high and jaccard(mine, shards.shingles(other)) >= THRESHOLD:
+            if low != high and jaccard(mine, shards.read_shingles(other)) >= THRESHOLD:
                 parent[high] = low
 
 

@@ -139,7 +139,7 @@ def read_text(
         stems = [work / f"{number:05}" for number in range(len(shards))]
         for skipped in by_kind(source.skipped.entries()):
             write_line(f"skipped {skipped}")
-        shard_files.each_shard(dedup.sign, [(stem,) for stem in stems], workers)
+        shard_files.each_shard(dedup.write_minhash_signatures, [(stem,) for stem in stems], workers)
         decision = decide_split(stems, data, must_split=False)
         # A corpus numbers its documents in this order.
         documents = list(_chosen_of(stems, shard_files.TRAIN))
@@ -178,7 +178,7 @@ def _build_corpus(
     shards = _spool_source(source, data, work, write_line)
     stems = [work / f"{number:05}" for number in range(len(shards))]
     jobs = [(stem,) for stem in stems]
-    shard_files.each_shard(dedup.sign, jobs, workers)
+    shard_files.each_shard(dedup.write_minhash_signatures, jobs, workers)
     decision = decide_split(stems, data, must_split=True)
     if decision.exact or decision.near:
         write_line(

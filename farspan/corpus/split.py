@@ -78,8 +78,8 @@ def decide_split(stems: list[Path], data: DataConfig, *, must_split: bool) -> De
     Refuses (no-documents) a text that is too short to hold any of it out, if it `must_split`.
     """
     shards = dedup.Shards(stems)
-    clusters = dedup.find_clusters(shards)
-    texts = shards.marks(0)
+    clusters = dedup.find_duplicate_clusters(shards)
+    texts = shards.read_lsh_marks(0)
     copies = clusters != np.arange(len(clusters))
     exact = near = 0
     if data.dedup:

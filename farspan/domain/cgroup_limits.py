@@ -22,7 +22,7 @@ FILES = {
 }
 
 
-class Cap(msgspec.Struct, frozen=True, kw_only=True):
+class CgroupLimit(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one group: its limit, what cannot be taken back of what it uses, and the most that
     it used."""
 
@@ -31,19 +31,19 @@ class Cap(msgspec.Struct, frozen=True, kw_only=True):
     peak: int | None = None
 
 
-def read_caps() -> list[Cap]:
+def read_cgroup_limits() -> list[CgroupLimit]:
     """Return the groups of this process, and their parents, that have a limit."""
     limited = []
     for folder, version in _memory_groups():
-        cap = _read_cap(folder, *FILES[version])
+        cap = _read_cgroup_limit(folder, *FILES[version])
         if cap is not None:
             limited.append(cap)
     return limited
 
 
-def tightest_cap() -> Cap | None:
+def tightest_cgroup_limit() -> CgroupLimit | None:
     """Return the group with the least limit."""
-    return min(read_caps(), key=lambda cap: cap.limit, default=None)
+    return min(read_cgroup_limits(), key=lambda cap: cap.limit, default=None)
 
 
 def _memory_groups() -> Iterator[tuple[Path, int]]:
@@ -69,14 +69,14 @@ def _memory_groups() -> Iterator[tuple[Path, int]]:
             group = group.parent
 
 
-def _read_cap(folder: Path, limit: str, use: str, peak: str) -> Cap | None:
+def _read_cgroup_limit(folder: Path, limit: str, use: str, peak: str) -> CgroupLimit | None:
     """Read one group; None where there is no limit ("max"), or the group lies outside what this
     process sees."""
     allowed = _read_number(folder / limit)
     used = _read_number(folder / use)
     if allowed is None or used is None or allowed >= UNLIMITED:
         return None
-    return Cap(
+    return CgroupLimit(
         limit=allowed,
         used=max(0, used - _reclaimable_bytes(folder)),
         peak=_read_number(folder / peak),
@@ -104,4 +104,4 @@ def _read_number(path: Path) -> int | None:
 
 
 if __name__ == "__main__":
-    sys.stdout.buffer.write(msgspec.json.encode(tightest_cap()) + b"\n")
+    sys.stdout.buffer.write(msgspec.json.encode(tightest_cgroup_limit()) + b"\n")

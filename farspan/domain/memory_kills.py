@@ -13,14 +13,14 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from farspan.domain.cgroup_limits import read_caps
+from farspan.domain.cgroup_limits import read_cgroup_limits
 
 #: Files that count: of the machine, and of a group alone or, on older kernels, with its children.
 MACHINE_COUNTER = Path("/proc/vmstat")
 GROUP_COUNTERS = ("memory.events.local", "memory.events")
 
 
-class WorkerGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WorkerCgroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The control group of a worker when it started: `kills` of its processes until then, and
     `limit`, the least number of bytes that it, its parents or the machine allow."""
 
@@ -29,9 +29,9 @@ class WorkerGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     limit: int
 
 
-def own_group(
+def own_cgroup(
     proc: Path = Path("/proc/self"), root: Path = Path("/sys/fs/cgroup")
-) -> WorkerGroup | None:
+) -> WorkerCgroup | None:
     """Find the group of this process; None where memory is not counted by a group of version 2."""
     try:
         lines = (proc / "cgroup").read_text().splitlines()
@@ -40,13 +40,15 @@ def own_group(
     for line in lines:
         _, controllers, path = line.split(":", 2)
         folder = root / path.lstrip("/")
-        if controllers == "" and (kills := group_kills(folder)) is not None:
-            limit = min([psutil.virtual_memory().total, *(cap.limit for cap in read_caps())])
-            return WorkerGroup(folder=str(folder), kills=kills, limit=limit)
+        if controllers == "" and (kills := cgroup_oom_kills(folder)) is not None:
+            limit = min(
+                [psutil.virtual_memory().total, *(cap.limit for cap in read_cgroup_limits())]
+            )
+            return WorkerCgroup(folder=str(folder), kills=kills, limit=limit)
     return None
 
 
-def group_kills(folder: Path) -> int | None:
+def cgroup_oom_kills(folder: Path) -> int | None:
     """Count the processes of a group of version 2 that were killed for memory; None where it
     counts none of them."""
     for name in GROUP_COUNTERS:
@@ -55,7 +57,7 @@ def group_kills(folder: Path) -> int | None:
     return None
 
 
-def group_members(folder: Path) -> list[int]:
+def cgroup_members(folder: Path) -> list[int]:
     """List the processes in a group; 0 stands for one that cannot be seen from here.
 
     Raises OSError.
@@ -63,7 +65,7 @@ def group_members(folder: Path) -> list[int]:
     return [int(line) for line in (folder / "cgroup.procs").read_text().split()]
 
 
-def machine_kills(path: Path = MACHINE_COUNTER) -> int | None:
+def machine_oom_kills(path: Path = MACHINE_COUNTER) -> int | None:
     """Count the processes of this machine that were killed for memory; None where it does not."""
     return _read_oom_kills(path)
 

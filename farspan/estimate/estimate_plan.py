@@ -30,7 +30,7 @@ from farspan.estimate.memory import MEETING, OVERLAPPING
 from farspan.estimate.network import Network
 from farspan.estimate.replicas import token_efficiency
 from farspan.estimate.scaling_law import fitted_loss
-from farspan.estimate.schedule import Simulated, simulate
+from farspan.estimate.schedule import Simulated, simulate_pipeline
 from farspan.estimate.stage import Costs
 from farspan.estimate.stage_time import StageTime, stage_time
 from farspan.semantics.communications import meeting
@@ -242,7 +242,7 @@ def run(
 ) -> Simulated:
     """Return the simulated passes of one step of a replica, whose stages are free from `starts` on;
     all from 0 by default."""
-    return simulate(
+    return simulate_pipeline(
         [time.passes.forward for time in times],
         [time.passes.backward for time in times],
         *ways,

@@ -42,7 +42,7 @@ class SyncTimes(NamedTuple):
         )
 
 
-def sync(costs: Costs, stage: Stage, microbatches: int) -> SyncTimes:
+def gradient_sync_times(costs: Costs, stage: Stage, microbatches: int) -> SyncTimes:
     """All that a stage's batch axes exchange in a step; nothing overlaps yet."""
     network, exchanges = costs.network, costs.batch_axes(stage, microbatches)
     sums, *others = exchanges

@@ -83,7 +83,7 @@ def activations_per_row(
     recompute: bool = False,
 ) -> float:
     """Bytes that a stage keeps of one sequence in flight. With recompute only the blocks' inputs
-    stay; the one block that is computed again is in `replayed_per_row`."""
+    stay; the one block that is computed again is in `recomputed_per_row`."""
     total = 0.0
     for unit, count in graph.kinds(*units):
         if recompute and unit is graph.block:
@@ -96,7 +96,7 @@ def activations_per_row(
     return total
 
 
-def replayed_per_row(
+def recomputed_per_row(
     graph: OpGraph,
     train: TrainSpec,
     backend: str,

@@ -22,7 +22,7 @@ AVERAGE_BYTES = 12
 SUMMED = 5
 
 
-def update_s(costs: Costs, stage: Stage) -> float:
+def optimizer_update_s(costs: Costs, stage: Stage) -> float:
     """Seconds of the optimizer's update on the slowest device of a stage, with the exchange of
     parts of matrices."""
     kinds = {costs.alike[rank]: rank for rank in stage.mesh.ranks}
@@ -64,7 +64,9 @@ def _matrices_s(costs: Costs, stage: Stage, rank: int) -> float:
     made = [
         kernels
         for shape, count in by_shape(matrices.updated).items()
-        for kernels in _iteration(speed, min(shape), max(shape), count, BYTES[precision])
+        for kernels in _newton_schulz_kernels(
+            speed, min(shape), max(shape), count, BYTES[precision]
+        )
     ]
     computing, launching = (muon.iterations * sum(seconds) for seconds in zip(*made, strict=True))
     return costs.stream_s(rank, 4 * STREAMED * matrices.elements) + speed.together(
@@ -72,7 +74,9 @@ def _matrices_s(costs: Costs, stage: Stage, rank: int) -> float:
     )
 
 
-def _iteration(speed: DeviceSpeed, n: int, m: int, count: int, width: int) -> Iterator[Kernels]:
+def _newton_schulz_kernels(
+    speed: DeviceSpeed, n: int, m: int, count: int, width: int
+) -> Iterator[Kernels]:
     """Yield one iteration on `count` n x m matrices X, n <= m: X by its transpose, that by itself,
     and that by X; each a kernel for all, and the sums another."""
     for a, b, c in ((n, m, n), (n, n, n), (n, n, m)):

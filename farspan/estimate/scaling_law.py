@@ -20,10 +20,10 @@ def fitted_loss(parameters: float, tokens: float) -> float | None:
         FITTED_PARAMETERS[0] <= parameters <= FITTED_PARAMETERS[1]
         and FITTED_TOKENS[0] <= tokens <= FITTED_TOKENS[1]
     )
-    return loss(parameters, tokens) if inside else None
+    return scaling_law_loss(parameters, tokens) if inside else None
 
 
-def loss(parameters: float, tokens: float) -> float:
+def scaling_law_loss(parameters: float, tokens: float) -> float:
     """Return the loss in nats a token of a model with `parameters` after `tokens`."""
     return E + A / math.pow(parameters, ALPHA) + B / math.pow(tokens, BETA)
 
@@ -31,6 +31,6 @@ def loss(parameters: float, tokens: float) -> float:
 def tokens_for(excess: float, parameters: float, tokens: float) -> float:
     """Factor on `tokens` that makes up for a loss that is higher by a share `excess`; infinite
     where none does."""
-    asked = loss(parameters, tokens)
+    asked = scaling_law_loss(parameters, tokens)
     remaining = asked / (1 + excess) - E - A / parameters**ALPHA
     return math.inf if remaining <= 0 else math.pow(B / remaining, 1 / BETA) / tokens

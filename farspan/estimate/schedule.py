@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from farspan.semantics.pass_order import pass_order
+from farspan.semantics.pass_order import order_1f1b_passes
 
 
 class Hop(NamedTuple):
@@ -44,7 +44,7 @@ class Simulated(NamedTuple):
     spans: list[PassSpan]
 
 
-def simulate(
+def simulate_pipeline(
     forward: Sequence[float],
     backward: Sequence[float],
     down: Sequence[Hop],
@@ -63,7 +63,7 @@ def simulate(
     a message first waits for the receiver to be free and to answer: another delay.
     """
     stages = len(forward)
-    orders = {depth: pass_order(microbatches, depth) for depth in set(depths)}
+    orders = {depth: order_1f1b_passes(microbatches, depth) for depth in set(depths)}
     todo, place = [orders[depth] for depth in depths], [0] * stages
     computed, sending, free = [0.0] * stages, [0.0] * stages, list(starts or [0.0] * stages)
     ready: list[dict[str, list[float | None]]] = [

@@ -21,7 +21,7 @@ from farspan.estimate.memory import (
     communicators,
     local_parameters,
     logits_bytes,
-    replayed_per_row,
+    recomputed_per_row,
     snapshot_bytes,
     state_bytes,
     updating_bytes,
@@ -454,7 +454,7 @@ class Costs:
             )
         again = ("again", backend, ways, tuple(stage.splits.items()) if ways > 1 else ())
         if again not in self._sizes:
-            self._sizes[again] = replayed_per_row(
+            self._sizes[again] = recomputed_per_row(
                 self.graph, self.train, backend, stage.splits, ways
             )
         replays = stage.recompute and min(stage.units[1], self.graph.layers + 1) > max(

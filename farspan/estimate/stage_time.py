@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from farspan.domain.engine import Engine
 from farspan.domain.plan import Stage
-from farspan.estimate.gradient_sync import SyncTimes, sync
-from farspan.estimate.optimizer_update import update_s
+from farspan.estimate.gradient_sync import SyncTimes, gradient_sync_times
+from farspan.estimate.optimizer_update import optimizer_update_s
 from farspan.estimate.stage import Costs, Pass
 
 
@@ -68,16 +68,16 @@ def _stage_time(costs: Costs, stage: Stage, rows: Sequence[int], microbatches: i
     )
     # A device that waits for weights in its passes moves bytes meanwhile.
     tail += max(0.0, sums.busy - microbatches * sum(waits))
-    return StageTime(adjusted, tail, update_s(costs, stage), sums.sent)
+    return StageTime(adjusted, tail, optimizer_update_s(costs, stage), sums.sent)
 
 
 def _sync(costs: Costs, stage: Stage, microbatches: int) -> SyncTimes:
-    """`sums.sync`, kept: whose rows these are does not matter to it, nor, where gradients are
-    summed once a step, how many microbatches there are."""
+    """`gradient_sync_times`, kept: whose rows these are does not matter to it, nor, where
+    gradients are summed once a step, how many microbatches there are."""
     often = microbatches if stage.zero >= 2 else 1
     key = stage.units, stage.mesh, stage.zero, stage.grad_sync, tuple(stage.splits.items()), often
     if key not in costs.syncs:
-        costs.syncs[key] = sync(costs, stage, microbatches)
+        costs.syncs[key] = gradient_sync_times(costs, stage, microbatches)
     known: SyncTimes = costs.syncs[key]
     return known
 

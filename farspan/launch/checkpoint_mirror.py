@@ -74,7 +74,7 @@ class CheckpointMirror:
 
     # -- during training
 
-    def request(self, step: int, *, best: bool) -> None:
+    def request_copy(self, step: int, *, best: bool) -> None:
         """Copy the checkpoint of this step in the background, and the best weights where they are
         new. What waited before gives way to it."""
         with self._changed:
@@ -88,7 +88,7 @@ class CheckpointMirror:
                 self._thread.start()
             self._changed.notify()
 
-    def warnings(self) -> list[str]:
+    def take_warnings(self) -> list[str]:
         """Return the failures since the last call."""
         with self._changed:
             warnings = self._warnings
@@ -120,7 +120,7 @@ class CheckpointMirror:
                     "the next save is copied again"
                 )
 
-    def finish(self) -> None:
+    def finish_copy(self) -> None:
         """Let the copy that is being made come to its end; nothing is copied in the background
         afterwards."""
         with self._changed:
@@ -136,7 +136,7 @@ class CheckpointMirror:
             self._killed = True
             if self._process is not None:
                 self._process.kill()
-        self.finish()
+        self.finish_copy()
 
     # -- between two starts
 

@@ -30,7 +30,7 @@ from farspan.domain.problems import Problem, Refusal
 from farspan.domain.units import counted, format_bytes
 from farspan.launch.hosts import Agent
 from farspan.launch.network_examination import (
-    measure_stream,
+    measure_bandwidth,
     probe_path,
     require_reached,
     start_agents,
@@ -335,10 +335,10 @@ def _measure_link(a: Agent, b: Agent, activation_bytes: int) -> Link:
     back = require_reached(probe_path(b, a, NUM_PINGS))
     rtt_s = min(there.rtt_s or 0.0, back.rtt_s or 0.0)
     jitter_s = max(there.jitter_s or 0.0, back.jitter_s or 0.0)
-    streamed = {count: measure_stream(a, b, count, rtt_s) for count in STREAMS}
+    streamed = {count: measure_bandwidth(a, b, count, rtt_s) for count in STREAMS}
     rates = {count: sent.rate for count, sent in streamed.items()}
     # The path back is timed where the bandwidth decides; the slower path counts.
-    back_streamed = measure_stream(b, a, STREAMS[-1], rtt_s)
+    back_streamed = measure_bandwidth(b, a, STREAMS[-1], rtt_s)
     bandwidth = min(max(rates.values()), back_streamed.rate)
     in_flight = {count: round(rate * rtt_s) for count, rate in rates.items()}
     window = in_flight[1] if bandwidth > LIMITED * rates[1] else None

@@ -57,7 +57,7 @@ def this_machine() -> Cluster:
     from farspan.launch.probe_client import Probe
 
     with Probe() as probe:
-        return probe.describe("auto", None)
+        return probe.describe_devices("auto", None)
 
 
 def _cluster_path(name: str) -> Path:

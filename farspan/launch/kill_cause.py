@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from farspan.domain.memory_kills import WorkerGroup, group_kills, group_members
+from farspan.domain.memory_kills import WorkerCgroup, cgroup_members, cgroup_oom_kills
 from farspan.domain.worker_exit import KillCause
 
 #: A process that holds more than this share of a limit is the largest below it, which the kernel
@@ -17,7 +17,7 @@ LARGEST_SHARE = 0.5
 
 
 def kill_cause(
-    machine_before: int | None, machine_now: int | None, group: WorkerGroup | None, held_bytes: int
+    machine_before: int | None, machine_now: int | None, group: WorkerCgroup | None, held_bytes: int
 ) -> KillCause:
     """Judge by the machine's count before the worker started and now, and by that of its group.
 
@@ -29,7 +29,7 @@ def kill_cause(
     if group is None:
         return "open"
     folder = Path(group.folder)
-    kills_now = group_kills(folder)
+    kills_now = cgroup_oom_kills(folder)
     if kills_now is None:
         return "open"
     if kills_now <= group.kills:
@@ -43,7 +43,7 @@ def _is_own(folder: Path) -> bool:
     """Return whether a group holds no processes but this one and what it has started. That of a
     login also holds a shell."""
     try:
-        members = group_members(folder)
+        members = cgroup_members(folder)
     except OSError:
         return False
     return all(_is_ours(pid) for pid in members)

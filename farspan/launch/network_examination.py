@@ -153,7 +153,7 @@ def measure_paths(a: Agent, b: Agent, streams: Sequence[int]) -> tuple[HostPath,
 
 def with_rates(a: Agent, b: Agent, path: HostPath, streams: Sequence[int]) -> HostPath:
     """Return the path with the bytes a second that arrive over each number of streams."""
-    rates = {count: measure_stream(a, b, count, path.rtt_s or 0.0).rate for count in streams}
+    rates = {count: measure_bandwidth(a, b, count, path.rtt_s or 0.0).rate for count in streams}
     return msgspec.structs.replace(path, bandwidth=rates)
 
 
@@ -227,7 +227,7 @@ class Streamed(NamedTuple):
     busy_s: float | None
 
 
-def measure_stream(a: Agent, b: Agent, streams: int, rtt_s: float) -> Streamed:
+def measure_bandwidth(a: Agent, b: Agent, streams: int, rtt_s: float) -> Streamed:
     """Time the bytes that arrive at `b` over a number of streams from `a`, after they have grown.
 
     A lost packet holds back what follows it for a round trip: some twenty round trips make that a

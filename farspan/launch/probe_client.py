@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from farspan.domain.cgroup_limits import Cap
+from farspan.domain.cgroup_limits import CgroupLimit
 from farspan.domain.cluster import Cluster, Host
 from farspan.domain.gpus import Nvidia, Wheel, judge_gpus
 from farspan.domain.interpreter import module_command
@@ -77,11 +77,11 @@ class Probe:
         )
         return self
 
-    def describe(self, backend: str, workers: int | None) -> Cluster:
+    def describe_devices(self, backend: str, workers: int | None) -> Cluster:
         """Describe this machine's devices as a cluster of one host."""
         return self.ask(DescribeQuery(backend, workers), Cluster)
 
-    def installed(self) -> Wheel:
+    def installed_torch(self) -> Wheel:
         """Return the host's PyTorch, and the GPUs that it sees."""
         return self.ask(InstalledQuery(), Wheel)
 
@@ -91,7 +91,7 @@ class Probe:
         """Measure the FLOP/s of one worker's matrix products, by precision."""
         return self.ask(MatmulQuery(device, precisions), dict[str, float])
 
-    def measure(
+    def measure_step(
         self,
         device: PlannedDevice,
         model: ModelSpec,
@@ -169,7 +169,7 @@ class Probe:
             done = subprocess.run(
                 words, stdin=subprocess.DEVNULL, capture_output=True, timeout=CAPS_TIMEOUT_S
             )
-            cap = msgspec.json.decode(done.stdout, type=Cap | None)
+            cap = msgspec.json.decode(done.stdout, type=CgroupLimit | None)
         limits = []
         peak = self._peak
         if self._device is not None:
@@ -200,7 +200,7 @@ def check_gpus(backend: str) -> tuple[str, ...]:
     if not listed.gpus and not listed.failure:
         return ()
     with Probe() as probe:
-        problem, notes = judge_gpus(listed, probe.installed())
+        problem, notes = judge_gpus(listed, probe.installed_torch())
     if problem is not None:
         raise Refusal.of(problem)
     return notes

@@ -54,7 +54,7 @@ class RemoteRun:
         self._asked_at = 0.0
         self._pulled = 0
 
-    def send(self) -> None:
+    def send_run(self) -> None:
         """Send plan, tokens and what was saved, unless they are there. Raises Refusal
         (host-unreachable)."""
         here = self._here
@@ -83,7 +83,7 @@ class RemoteRun:
         # What was recorded there and never came back comes now.
         if here.events.exists():
             self._pulled = here.events.stat().st_size
-        self.pull()
+        self.pull_events()
 
     def _has_corpus(self, corpus: Path) -> bool:
         """Return whether the host has a whole copy of the corpus: its manifest, and token files of
@@ -132,7 +132,7 @@ class RemoteRun:
         self._send_files(files, there)
         return str(there)
 
-    def pull(self, *, now: bool = True) -> None:
+    def pull_events(self, *, now: bool = True) -> None:
         """Append the events here that were written there; without `now` only if it is time to ask
         again."""
         if not now and time.monotonic() - self._asked_at < PULL_S:
@@ -147,7 +147,7 @@ class RemoteRun:
                 file.write(whole)
             self._pulled += len(whole)
 
-    def fetch(self) -> None:
+    def fetch_checkpoints(self) -> None:
         """Copy the checkpoints that are there and not here. Raises Refusal (host-unreachable) with
         where they are."""
         self.mirror.copy_missing()

@@ -50,7 +50,7 @@ class Lease:
         folder was replaced."""
         refuse_replaced(self._lock, self._run.lock)
 
-    def begin(
+    def begin_epoch(
         self, *, used_s: float = 0.0, skip: tuple[int, ...] = (), fault: Fault | None = None
     ) -> Epoch:
         """Begin an epoch: what workers of earlier ones write from now on counts for nothing."""

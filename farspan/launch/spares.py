@@ -105,7 +105,7 @@ class SpareProcess(HostProcess):
                 seconds += times.user + times.system
         return seconds
 
-    def begin(
+    def become_worker(
         self, rank: int, folder: RunFolder, environment: dict[str, str], log: Path, secret: str
     ) -> None:
         """Let it be the worker of a rank, which writes to its own log from then on."""
@@ -125,7 +125,7 @@ class Spares:
     def __init__(self) -> None:
         self._waiting = dict[Seat, list[SpareProcess]]()
 
-    def fill(self, plan: Plan, hosts: Sequence[Host], logs: Path, keep_open: int) -> None:
+    def start_spares(self, plan: Plan, hosts: Sequence[Host], logs: Path, keep_open: int) -> None:
         """Have a spare for each device of a plan with several workers, where it is entered without
         a client and there is memory for it."""
         by_name = {host.name: host for host in hosts}
@@ -143,7 +143,7 @@ class Spares:
             spare = SpareProcess(by_name[seat.host], seat, logs / "spares.log", keep_open)
             self._waiting.setdefault(seat, []).append(spare)
 
-    def take(self, host: str, index: int, threads: int) -> SpareProcess | None:
+    def take_spare(self, host: str, index: int, threads: int) -> SpareProcess | None:
         """Take a spare that waits for this device and answers, if one does. One that stands still
         is ended: its place would stay empty."""
         waiting = self._waiting.get(Seat(host, index, threads), [])

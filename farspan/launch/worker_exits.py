@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from farspan.domain.cluster import Host
 from farspan.domain.codec import load, parse_json
-from farspan.domain.memory_kills import WorkerGroup, machine_kills
+from farspan.domain.memory_kills import WorkerCgroup, machine_oom_kills
 from farspan.domain.plan import Plan
 from farspan.domain.preemption import preemption_problem
 from farspan.domain.problems import EXIT_CODES, LESS_MEMORY, Problem, Refusal
@@ -32,9 +32,9 @@ class ExitReader:
         self._run = run
         self._hosts = {host.name: host for host in hosts}
         #: Processes that this machine's kernel had killed for memory before the start.
-        self._killed_before = machine_kills()
+        self._killed_before = machine_oom_kills()
 
-    def read(
+    def read_exits(
         self, process: Process, reported: Iterable[WorkerExit], log: Path, last_words: str
     ) -> Iterator[WorkerExit]:
         """Yield how workers of a process failed: what each wrote on its host, else what its
@@ -82,10 +82,10 @@ class ExitReader:
         group = None
         with suppress(Refusal):  # Damaged: the group is not known.
             if content := read_file(host, path):
-                group = parse_json(content, WorkerGroup, path)
+                group = parse_json(content, WorkerCgroup, path)
         if self._plan.devices[end.rank].backend != "cpu":
             held_bytes = 0
-        cause = kill_cause(self._killed_before, machine_kills(), group, held_bytes)
+        cause = kill_cause(self._killed_before, machine_oom_kills(), group, held_bytes)
         return replace(end, killed_for=cause, memory=memory)
 
 

@@ -131,7 +131,7 @@ class Workers(ABC):
         self._ends_lease = supervisor is None
         if supervisor is None:
             lease = Lease(run)
-            supervisor = SupervisorState(lease, lease.begin(), Spares())
+            supervisor = SupervisorState(lease, lease.begin_epoch(), Spares())
         self._state = supervisor
         for kind in RECORDS:
             for stale in run.logs.glob(f"rank-*.{kind}.json"):
@@ -163,7 +163,7 @@ class Workers(ABC):
     def __enter__(self) -> Workers:
         try:
             if self._remote is not None:
-                self._remote.send()
+                self._remote.send_run()
             # Nodes of a Ray cluster that runs already may be entered by nobody: its actors clear
             # there.
             far = [host for host in self.hosts if host.folder is not None and not self.argument]
@@ -207,7 +207,7 @@ class Workers(ABC):
 
     def spare(self, device: PlannedDevice) -> SpareProcess | None:
         """Take a warm process that waits for this device, if one does."""
-        return self._state.spares.take(device.host, device.index, device.threads)
+        return self._state.spares.take_spare(device.host, device.index, device.threads)
 
     def log(self, name: str) -> IO[bytes]:
         """Open a log on this machine, to be closed with the others."""
@@ -242,11 +242,11 @@ class Workers(ABC):
             self._require_folder()
             codes = [process.poll() for process in self.processes if process.ranks]
             if self._remote is not None:
-                self._remote.pull(now=None not in codes)
+                self._remote.pull_events(now=None not in codes)
             position, lines = _new_lines(self.run.events, position)
             if self._remote is not None:
                 # Before the last event of the run, which a warning is not.
-                for message in self._remote.mirror.warnings():
+                for message in self._remote.mirror.take_warnings():
                     yield Warned(at=time.time(), message=message)
             for event in decode_events(lines, self.run.events):
                 self._finished = event if isinstance(event, Finished) else None
@@ -254,7 +254,7 @@ class Workers(ABC):
                     self._new_best = True
                 # Have what rank 0 saves on a disk of its own copied here.
                 if isinstance(event, Saved) and self._remote is not None and self.fetches:
-                    self._remote.mirror.request(event.step, best=self._new_best)
+                    self._remote.mirror.request_copy(event.step, best=self._new_best)
                     self._new_best = False
                 yield event
             if None not in codes:
@@ -278,8 +278,8 @@ class Workers(ABC):
                 if any(codes):
                     self._remote.mirror.close()
                 else:
-                    self._remote.mirror.finish()
-                self._remote.fetch()
+                    self._remote.mirror.finish_copy()
+                self._remote.fetch_checkpoints()
         finally:  # What the workers ended with explains more.
             self._refuse_if_failed()
 
@@ -355,7 +355,7 @@ class Workers(ABC):
         printed = self.words(log).splitlines()
         lines = [line for line in printed if any(map(str.isalpha, line))]
         last_words = lines[-1][:200] if lines else "none"
-        return self._reader.read(process, self.failures(process), log, last_words)
+        return self._reader.read_exits(process, self.failures(process), log, last_words)
 
     def _running(self, services: bool = False) -> list[Process]:
         """Return the workers' processes that run, or the services."""

@@ -16,7 +16,7 @@ from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import Estimate
 from farspan.domain.train import TrainSpec
 from farspan.estimate.estimate_plan import price
-from farspan.estimate.scaling_law import loss
+from farspan.estimate.scaling_law import scaling_law_loss
 from farspan.planning.candidate import Candidate, Refused
 from farspan.planning.cluster_parts import ClusterPart, all_parts, whole_cluster
 from farspan.planning.ranking import Ranking
@@ -182,7 +182,7 @@ def _loss_per_dollar(candidate: Candidate) -> float:
     if usd is None:
         return math.inf
     model = candidate.plan.model
-    law_loss = loss(count_parameters(model), candidate.estimate.tokens_done)
+    law_loss = scaling_law_loss(count_parameters(model), candidate.estimate.tokens_done)
     gained = math.log(model.vocab_size) - law_loss
     spent = usd + 1e-9 * candidate.time_s
     # So few tokens that the law knows of no gain: by dollars, and after all that gain.

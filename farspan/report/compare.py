@@ -180,7 +180,7 @@ def compare_to_prediction(run: RunHistory) -> Comparison | None:
             kind = costs.network.devices[rank].kind
         measured: tuple[Mark, ...] = ()
         if shown is not None and rank in traces.ranks:
-            measured = traces.marks(rank, shown)
+            measured = traces.step_marks(rank, shown)
         used = history.memory_bytes if history else 0
         row = DeviceRow(
             rank=rank,
@@ -199,8 +199,8 @@ def compare_to_prediction(run: RunHistory) -> Comparison | None:
     parts = list[StepPart]()
     in_step = all(plan.devices[rank].backend in IN_STEP for rank in stage_of)
     if shown is not None and in_step and all(row.measured for row in rows):
-        slowest = max(rows, key=lambda row: traces.parts(row.rank, shown)["compute"])
-        measured_s = traces.parts(slowest.rank, shown)
+        slowest = max(rows, key=lambda row: traces.step_parts(row.rank, shown)["compute"])
+        measured_s = traces.step_parts(slowest.rank, shown)
         inside_s = 0.0
         if slowest.rank in devices:
             inside_s = devices[slowest.rank].inside_s

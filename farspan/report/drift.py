@@ -115,7 +115,7 @@ def _compare_devices(
     network = costs.network
     for rank, device in sorted(devices.items()):
         if device.compute_s and device.rows and not device.inside_s:
-            seconds = [traces.parts(rank, step)["compute"] * steps[step] for step in steps]
+            seconds = [traces.step_parts(rank, step)["compute"] * steps[step] for step in steps]
             measured_s = median(seconds)
             kind = network.devices[rank].kind
             yield Drift(
@@ -162,11 +162,11 @@ def _compare_messages(
         return
     round_trips = []
     for step, scale in steps.items():
-        forwards = traces.passes(before, step, "forward")
-        activations = traces.receives(after, step, "down", False)
+        forwards = traces.pass_ends(before, step, "forward")
+        activations = traces.last_receives(after, step, "down", False)
         down_s = _quickest_message(forwards, activations, hops[0])
-        backwards = traces.passes(after, step, "backward")
-        gradients = traces.receives(before, step, "up", edge == 0)
+        backwards = traces.pass_ends(after, step, "backward")
+        gradients = traces.last_receives(before, step, "up", edge == 0)
         up_s = _quickest_message(backwards, gradients, hops[1])
         if down_s is not None and up_s is not None:
             round_trips.append(scale * (down_s + up_s))
@@ -210,7 +210,7 @@ def _compare_gradient_sync(
         return
     seconds = []
     for step, scale in steps.items():
-        least_s = min(traces.parts(rank, step)["communication"] for rank in ranks)
+        least_s = min(traces.step_parts(rank, step)["communication"] for rank in ranks)
         seconds.append(scale * least_s)
     yield Drift(
         what="gradients", who=join_words(hosts), measured_s=median(seconds), predicted_s=predicted_s

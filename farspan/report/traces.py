@@ -40,7 +40,7 @@ class Traces:
         """Return a rank's record of a step."""
         return self._spans[rank][step], self._steps[rank][step]
 
-    def marks(self, rank: int, step: int) -> tuple[Mark, ...]:
+    def step_marks(self, rank: int, step: int) -> tuple[Mark, ...]:
         """Return a rank's step in seconds from its own beginning of it."""
         traced, timing = self.of(rank, step)
         began = timing.at - timing.step_s
@@ -53,7 +53,7 @@ class Traces:
             marks.append(Mark(kind=kind, number=number, start=start, end=end))
         return tuple(marks)
 
-    def parts(self, rank: int, step: int) -> dict[str, float]:
+    def step_parts(self, rank: int, step: int) -> dict[str, float]:
         """Seconds of a rank's step by part; `rest` is what no span covers."""
         traced, timing = self.of(rank, step)
         seconds = dict.fromkeys(("compute", "communication", "waiting"), 0.0)
@@ -62,7 +62,7 @@ class Traces:
         seconds["rest"] = max(0.0, timing.step_s - sum(seconds.values()))
         return seconds
 
-    def passes(self, ranks: Sequence[int], step: int, kind: str) -> dict[int, float]:
+    def pass_ends(self, ranks: Sequence[int], step: int, kind: str) -> dict[int, float]:
         """Return when the last of these ranks, which share a clock, ended the pass of each
         microbatch."""
         ends: dict[int, float] = {}
@@ -74,7 +74,7 @@ class Traces:
                     ends[span.microbatch] = max(end, span.end)
         return ends
 
-    def receives(
+    def last_receives(
         self, ranks: Sequence[int], step: int, direction: Direction, first: bool
     ) -> dict[int, Span]:
         """Return the last to end of these ranks' receives of each microbatch; `first` is a

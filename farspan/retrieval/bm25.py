@@ -25,7 +25,7 @@ _SEPARATOR = re.compile(r"[._]+")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
-def parts(name: str) -> list[str]:
+def split_name(name: str) -> list[str]:
     """Split a name: `torch.nn.CrossEntropyLoss` into torch, nn, cross, entropy, loss."""
     pieces: list[str] = []
     for piece in _SEPARATOR.split(name):
@@ -35,17 +35,17 @@ def parts(name: str) -> list[str]:
 
 def spread(text: str) -> str:
     """Return a text's words in lower case, names split, one space before each as inside a text."""
-    pieces = itertools.chain.from_iterable(parts(match[0]) for match in NAME.finditer(text))
+    pieces = itertools.chain.from_iterable(split_name(match[0]) for match in NAME.finditer(text))
     return "".join(f" {part}" for part in pieces)
 
 
-def words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Lower-cased words of a text in order; a name of several parts gives its parts, then
     itself."""
     collected: list[str] = []
     for match in NAME.finditer(text):
         name = match[0].strip("_")
-        pieces = parts(name)
+        pieces = split_name(name)
         collected += pieces
         if len(pieces) > 1:
             collected.append(name.lower())
@@ -76,7 +76,7 @@ MIN_STOP_SHARE = 0.1
 
 def stop_words(text: str) -> frozenset[str]:
     """Return the stop words of the language that a text is in; none where it is in no known one."""
-    text_words = words(text)
+    text_words = split_words(text)
     counts = [sum(word in listed for word in text_words) for listed in STOP_WORDS]
     most = max(counts)
     if most < MIN_STOP_SHARE * len(text_words) or not most:
@@ -87,7 +87,7 @@ def stop_words(text: str) -> frozenset[str]:
 def content_words(query: str, text: str) -> frozenset[str]:
     """Return the words of a query, without the stop words of a text's language unless there are no
     others."""
-    asked = frozenset(words(query))
+    asked = frozenset(split_words(query))
     return asked - stop_words(text) or asked
 
 
@@ -106,26 +106,29 @@ class Numbered:
         # A text without words counts as one empty word: bm25s cannot index a corpus that has no
         # word at all.
         self.ids = [
-            [self.vocabulary.setdefault(word, len(self.vocabulary)) for word in words(text) or [""]]
+            [
+                self.vocabulary.setdefault(word, len(self.vocabulary))
+                for word in split_words(text) or [""]
+            ]
             for text in texts
         ]
 
 
-class Lexical:
+class BM25Index:
     """BM25 over texts numbered from 0 (bm25s, Lucene's variant)."""
 
     def __init__(self, index: bm25s.BM25) -> None:
         self._index = index
 
     @classmethod
-    def build(cls, texts: Iterable[str] | Numbered, k1: float = K1, b: float = B) -> Lexical:
+    def build(cls, texts: Iterable[str] | Numbered, k1: float = K1, b: float = B) -> BM25Index:
         numbered = texts if isinstance(texts, Numbered) else Numbered(texts)
         index = bm25s.BM25(k1=k1, b=b)
         index.index((numbered.ids, numbered.vocabulary), show_progress=False)
         return cls(index)
 
     @classmethod
-    def load(cls, folder: Path) -> Lexical:
+    def load(cls, folder: Path) -> BM25Index:
         """Load what `save` wrote, memory-mapped. Raises whatever damaged files lead to, and
         ValueError."""
         index = bm25s.BM25.load(folder, mmap=True, show_progress=False)
@@ -155,6 +158,6 @@ class Lexical:
         """Number of texts."""
         return int(self._index.scores["num_docs"])
 
-    def scores(self, query: str) -> npt.NDArray[np.float32]:
+    def bm25_scores(self, query: str) -> npt.NDArray[np.float32]:
         """BM25 of every text for the query: 0 where no word is shared."""
-        return self._index.get_scores_from_ids(self._index.get_tokens_ids(words(query)))
+        return self._index.get_scores_from_ids(self._index.get_tokens_ids(split_words(query)))

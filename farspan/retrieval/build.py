@@ -35,7 +35,7 @@ from farspan.domain.units import counted
 from farspan.launch.folder_lock import lock_file
 from farspan.launch.trust import require_server, seal_server
 from farspan.retrieval import passages, stores
-from farspan.retrieval.bm25 import K1, B, Lexical
+from farspan.retrieval.bm25 import K1, B, BM25Index
 from farspan.retrieval.chunk import Chunk, chunk_document
 from farspan.retrieval.embed import Embedder
 from farspan.retrieval.evaluate import Evaluation
@@ -240,7 +240,7 @@ def _write_index(
                 remedy="name a source with text: farspan init FOLDER",
             )
 
-        task.work.expect("storing", len(chunked.chunks))
+        task.work.add_expected("storing", len(chunked.chunks))
         recipe = task.recipe
         if old is not None:
             lacks_evaluation = recipe.evaluate and not old.manifest.recipe.evaluate
@@ -311,7 +311,7 @@ def _write_files(task: Task, chunked: Chunked, embedded: Embedded, manifest: Ind
     for document, text in zip(documents, task.documents, strict=True):
         titles = [document.title, *(place.title for place in document.places)]
         texts.append("\n".join([*dict.fromkeys(titles), text.text]))
-    lexical = Lexical.build(texts, embedded.fit.k1, embedded.fit.b)
+    lexical = BM25Index.build(texts, embedded.fit.k1, embedded.fit.b)
     lexical.save(files / LEXICAL)
     embedded.embedder.save(files / FITTED)
     _seal_servers(task.path, manifest)
@@ -445,7 +445,7 @@ def _embed_new(task: Task, chunked: Chunked, old: Index) -> Embedded:
         f"{counted(len(new), 'chunk')}"
     )
     texts = [chunks[row].indexed for row in new]
-    task.work.expect("embedding", sum(map(len, texts)))
+    task.work.add_expected("embedding", sum(map(len, texts)))
     embedder = old.embedder
     assert isinstance(embedder, Embedder)
     new_vectors_NE = embedder.passages(texts)
@@ -490,16 +490,16 @@ def _fill_store(task: Task, manifest: IndexManifest, embedded: Embedded, old: In
     """Add to the new index's store what it lacks, and delete what the index does not have."""
     listed = passages_of(task.path, manifest)
     ids_N = listed.rows_N["id"]
-    task.work.start("storing")
+    task.work.start_kind("storing")
     with closing(_open_new_store(task.path, manifest, old)) as store:
         stored_ids = store.ids()
         new = np.flatnonzero(~np.isin(ids_N, stored_ids))
-        task.work.did(len(ids_N) - len(new), kept=True)
+        task.work.add_done(len(ids_N) - len(new), kept=True)
         for start in range(0, len(new), _ADD_BATCH_SIZE):
             rows = new[start : start + _ADD_BATCH_SIZE]
             payloads = [_fields_of(listed, int(row), manifest) for row in rows]
             store.add(ids_N[rows].tolist(), embedded.vectors(rows), payloads)
-            task.work.did(len(rows))
+            task.work.add_done(len(rows))
         if not manifest.table:
             _delete_others(store, stored_ids, ids_N)
         store.finish()

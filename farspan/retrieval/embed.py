@@ -26,7 +26,7 @@ from torch import Tensor
 from farspan.corpus.tokenizer import Tokenizer
 from farspan.retrieval.bm25 import spread
 from farspan.retrieval.index import FitSettings
-from farspan.retrieval.index_progress import IndexWork
+from farspan.retrieval.index_work import IndexWork
 from farspan.retrieval.pairs import Pairs
 from farspan.retrieval.passages import Damaged
 from farspan.retrieval.pooling import Processes, pool_batch
@@ -170,7 +170,7 @@ class Embedder:
         batches = [order[start : start + _BATCH_SIZE] for start in starts]
 
         with self._work.features(self._features_id(ids)) as features:
-            self._work.start("embedding")
+            self._work.start_kind("embedding")
             computed: Iterator[Tensor] | None = None
             for number, rows in enumerate(batches):
                 # Cached batches come first; from the first that is not, all are computed.
@@ -185,7 +185,7 @@ class Embedder:
                 pooled_BF = torch.from_numpy(block.copy()).view(len(rows), -1)
                 pooled_NF[rows] = pooled_BF
                 chars = sum(len(texts[row]) for row in rows)
-                self._work.did(chars, texts=len(rows), kept=computed is None)
+                self._work.add_done(chars, texts=len(rows), kept=computed is None)
         return pooled_NF
 
     def _pool_batches(self, ids: list[Tensor], batches: list[list[int]]) -> Iterator[Tensor]:

@@ -19,13 +19,18 @@ import numpy.typing as npt
 from farspan.domain.plan_words import join_words
 from farspan.domain.units import counted
 from farspan.report.tables import table_lines
-from farspan.retrieval.bm25 import K1, B, Lexical, Numbered
-from farspan.retrieval.hybrid_ranking import SYSTEM_NAMES, Nearest, fuse, vector_scores
+from farspan.retrieval.bm25 import K1, B, BM25Index, Numbered
+from farspan.retrieval.hybrid_ranking import (
+    SYSTEM_NAMES,
+    Nearest,
+    fuse_hybrid_scores,
+    vector_scores,
+)
 from farspan.retrieval.metrics import (
     Floats,
     Ints,
     bootstrap_interval,
-    hit,
+    hit_rate,
     mrr,
     ndcg,
     recall,
@@ -46,8 +51,8 @@ METRICS = {
     "ndcg_at_10": partial(ndcg, k=10),
     "mrr_at_10": partial(mrr, k=10),
     "recall_at_100": partial(recall, k=100),
-    "hit_at_1": partial(hit, k=1),
-    "hit_at_10": partial(hit, k=10),
+    "hit_at_1": partial(hit_rate, k=1),
+    "hit_at_10": partial(hit_rate, k=10),
 }
 
 
@@ -115,7 +120,7 @@ class ModelVectors(msgspec.Struct, frozen=True):
 class ChosenSettings(msgspec.Struct, frozen=True):
     """The settings chosen on tuning queries."""
 
-    lexical: Lexical
+    lexical: BM25Index
     k1: float
     b: float
     weight: float
@@ -145,10 +150,10 @@ def evaluate(
     by_system: dict[str, list[Ints]] = {}
     nearest = {name: exact_search(owners, side.chunks) for name, side in sides.items()}
     for row, query in enumerate(queries.reported):
-        scored = {"bm25": chosen.lexical.scores(query.text)}
+        scored = {"bm25": chosen.lexical.bm25_scores(query.text)}
         for name, side in sides.items():
             scored[name] = vector_scores(nearest[name], side.reported[row], N)
-        scored["fused"] = fuse(scored["bm25"], scored["model"], chosen.weight)
+        scored["fused"] = fuse_hybrid_scores(scored["bm25"], scored["model"], chosen.weight)
         for system, scores_N in scored.items():
             by_system.setdefault(system, []).append(relevant_ranks(scores_N, query.relevant))
 
@@ -204,7 +209,7 @@ def choose_settings(
     loses.
     """
     if not tuning:
-        return ChosenSettings(Lexical.build(bodies), K1, B, 1.0, "bm25", None)
+        return ChosenSettings(BM25Index.build(bodies), K1, B, 1.0, "bm25", None)
     numbered = Numbered(bodies)
     kinds = [query.kind for query in tuning]
     balance_Q = _balance_kinds(kinds)
@@ -216,8 +221,8 @@ def choose_settings(
         return np.array(values)
 
     def bm25_scores(k1: float, b: float) -> list[Scores]:
-        lexical = Lexical.build(numbered, k1, b)
-        return [lexical.scores(query.text) for query in tuning]
+        lexical = BM25Index.build(numbered, k1, b)
+        return [lexical.bm25_scores(query.text) for query in tuning]
 
     def bm25_quality(k1: float, b: float) -> float:
         return float(balance_Q @ measure_ndcg(bm25_scores(k1, b)))
@@ -232,7 +237,7 @@ def choose_settings(
     bm25_Q = measure_ndcg(bm25_QN)
     gain_WQ = np.empty((len(FUSION_WEIGHTS), len(tuning)))
     for row, weight in enumerate(FUSION_WEIGHTS):
-        fused_QN = map(fuse, bm25_QN, vector_QN, repeat(weight))
+        fused_QN = map(fuse_hybrid_scores, bm25_QN, vector_QN, repeat(weight))
         gain_WQ[row] = measure_ndcg(fused_QN) - bm25_Q
 
     # Kinds with few queries count less; of weights that tie the smallest is taken.
@@ -246,7 +251,7 @@ def choose_settings(
     any_kind_loses = any(gain_Q[kind_Q == kind].mean() < 0 for kind in set(kinds))
     is_better = gain.interval[0] > 0 and not any_kind_loses
     return ChosenSettings(
-        lexical=Lexical.build(numbered, k1, b),
+        lexical=BM25Index.build(numbered, k1, b),
         k1=k1,
         b=b,
         weight=FUSION_WEIGHTS[best],

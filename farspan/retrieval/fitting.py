@@ -21,7 +21,7 @@ from farspan.retrieval.embed import Embedder, Read
 from farspan.retrieval.evaluate import Evaluation, ModelVectors, evaluate
 from farspan.retrieval.hybrid_ranking import query_form
 from farspan.retrieval.index import Origin, Recipe
-from farspan.retrieval.index_progress import IndexWork
+from farspan.retrieval.index_work import IndexWork
 from farspan.retrieval.pairs import mine_pairs
 from farspan.retrieval.pooling import Processes
 from farspan.retrieval.queries import (
@@ -110,8 +110,8 @@ def fit_corpus(task: Task, chunks: Sequence[Chunk]) -> tuple[Embedder, Vectors, 
         asked = [query_form(query.text) for query in (*queries.reported, *queries.tuning)]
     rest_texts = [chunks[row].indexed for row in rest]
     to_embed = chain(found_texts, pairs.asked, asked, rest_texts)
-    task.work.expect("embedding", sum(map(len, to_embed)))
-    task.work.expect("fitting", steps_to_fit(len(pairs.texts), recipe.fit))
+    task.work.add_expected("embedding", sum(map(len, to_embed)))
+    task.work.add_expected("fitting", steps_to_fit(len(pairs.texts), recipe.fit))
     limit = f", for {format_seconds(task.fit_s)} at most" if task.fit_s < math.inf else ""
     task.write_line(
         f"fitting to {counted(len(pairs.texts), 'pair')} of a title, opening or heading and a "

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from farspan.retrieval.bm25 import parts
+from farspan.retrieval.bm25 import split_name
 from farspan.retrieval.stores import Scores, Vectors
 
 System = Literal["bm25", "model", "fused"]
@@ -32,16 +32,16 @@ Nearest = Callable[[Vectors, int], tuple[Ints, Scores]]
 def query_form(text: str) -> str:
     """Return a query as it is embedded: names split as BM25 splits them, one space before each word
     as inside a text."""
-    pieces = itertools.chain.from_iterable(map(parts, text.split()))
+    pieces = itertools.chain.from_iterable(map(split_name, text.split()))
     return "".join(f" {part}" for part in pieces)
 
 
 def vector_scores(nearest: Nearest, vector_E: Vectors, count: int) -> Scores:
     """Cosines by document, from the CHUNKS passages nearest to a query, of `count` documents."""
-    return by_document(*nearest(vector_E, CHUNKS), count)
+    return best_by_document(*nearest(vector_E, CHUNKS), count)
 
 
-def by_document(documents: Ints, similarities: npt.NDArray[np.floating], count: int) -> Scores:
+def best_by_document(documents: Ints, similarities: npt.NDArray[np.floating], count: int) -> Scores:
     """Scores of `count` documents from the similarities of chunks: a document's best, kept for the
     DEPTH best only.
 
@@ -55,6 +55,6 @@ def by_document(documents: Ints, similarities: npt.NDArray[np.floating], count: 
     return scores_N
 
 
-def fuse(lexical_N: Scores, vectors_N: Scores, weight: float) -> Scores:
+def fuse_hybrid_scores(lexical_N: Scores, vectors_N: Scores, weight: float) -> Scores:
     """BM25 as a share of the query's best, plus `weight` times the cosine."""
     return lexical_N / max(float(lexical_N.max(initial=0)), 1e-9) + weight * vectors_N

@@ -27,7 +27,7 @@ from farspan.domain.corpus import Place
 from farspan.domain.problems import Refusal
 from farspan.domain.suggest import advise
 from farspan.retrieval import stores
-from farspan.retrieval.bm25 import Lexical
+from farspan.retrieval.bm25 import BM25Index
 from farspan.retrieval.evaluate import Evaluation
 from farspan.retrieval.passages import Damaged, IndexedDocument, Passages
 from farspan.retrieval.stores import Store, StoreLocation, StoreModule, Vectors
@@ -248,9 +248,9 @@ class Index:
         return self.passages.documents
 
     @cached_property
-    def lexical(self) -> Lexical:
+    def lexical(self) -> BM25Index:
         try:
-            lexical = Lexical.load(self._files / LEXICAL)
+            lexical = BM25Index.load(self._files / LEXICAL)
         except Exception as error:  # What damaged files lead to is not said.
             raise Damaged(self.path, f"{LEXICAL}: {error}") from None
         if lexical.count != self.manifest.documents:

@@ -25,7 +25,7 @@ def relevant_ranks(scores_N: npt.NDArray[np.floating], relevant: Sequence[int]) 
     return np.arange(1, len(own) + 1) + np.array(better, np.int64)
 
 
-def hit(ranks_R: Ints, k: int) -> float:
+def hit_rate(ranks_R: Ints, k: int) -> float:
     """Return 1 if any relevant document is among the first k."""
     return float(ranks_R[0] <= k)
 

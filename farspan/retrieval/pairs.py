@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from farspan.domain.corpus import Document
-from farspan.retrieval.bm25 import Lexical
+from farspan.retrieval.bm25 import BM25Index
 from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.hybrid_ranking import query_form
 from farspan.retrieval.queries import opening_of
@@ -69,12 +69,12 @@ def mine_pairs(
         asked=asked,
         texts=[numbers[text] for text, _ in mined],
         passages=[row for _, row in mined],
-        negatives=_mine_negatives(asked, own, passages, groups, excluded),
+        negatives=_mine_hard_negatives(asked, own, passages, groups, excluded),
         groups=groups,
     )
 
 
-def _mine_negatives(
+def _mine_hard_negatives(
     asked: Sequence[str],
     own: Sequence[set[int]],
     passages: Sequence[str],
@@ -85,12 +85,12 @@ def _mine_negatives(
     `excluded`."""
     if not asked:
         return []
-    lexical = Lexical.build(passages)
+    lexical = BM25Index.build(passages)
     usable_N = ~np.isin(groups, list(excluded))
     count = min(NUM_NEGATIVES + MAX_PASSAGES_OF_TITLE, len(passages))
     mined = []
     for text, documents in zip(asked, own, strict=True):
-        scores_N = np.where(usable_N, lexical.scores(text), 0)
+        scores_N = np.where(usable_N, lexical.bm25_scores(text), 0)
         first = np.argpartition(-scores_N, count - 1)[:count]
         mined.append(
             [

@@ -47,7 +47,7 @@ def pool_batch(model: Decoder, weights_V: Tensor, end: int, ids: Sequence[Tensor
     sums: list[Tensor] = []
     fast = bf16_is_fast(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=fast):
-        for states_BSD in model.streams(F.pad(tokens_BS, (1, 0), value=end).to(device)):
+        for states_BSD in model.residual_streams(F.pad(tokens_BS, (1, 0), value=end).to(device)):
             sums.append(_sum_weighted(behind_end_B1S, states_BSD))
         sums.append(_sum_weighted(behind_end_B1S, model.norm(states_BSD)))
     return (torch.cat(sums, 1) / weights_BS.sum(1, keepdim=True)).cpu()

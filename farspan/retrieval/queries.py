@@ -17,7 +17,7 @@ import numpy as np
 
 from farspan.corpus.copies import Copies
 from farspan.domain.corpus import Document, Heading
-from farspan.retrieval.bm25 import words
+from farspan.retrieval.bm25 import split_words
 from farspan.retrieval.chunk import Chunk, bare, head_length
 from farspan.retrieval.hybrid_ranking import query_form
 from farspan.retrieval.outline import outline
@@ -134,13 +134,13 @@ def opening_of(document: Document) -> str:
     head = document.text[: head_length(document)]
     lines = [line.strip() for line in head.splitlines() if line.strip()]
     line = lines[-1] if lines else ""
-    if len(words(line)) < MIN_OPENING_WORDS or bare(line) == bare(document.title):
+    if len(split_words(line)) < MIN_OPENING_WORDS or bare(line) == bare(document.title):
         return ""
     return line
 
 
 def _is_question(line: str) -> bool:
-    return line.rstrip().endswith("?") and len(words(line)) >= MIN_QUESTION_WORDS
+    return line.rstrip().endswith("?") and len(split_words(line)) >= MIN_QUESTION_WORDS
 
 
 def choose_queries(
@@ -168,7 +168,7 @@ def choose_queries(
     own = [Query(query.text, groups.with_near_copies(query.relevant), query.kind) for query in own]
     judged = _relevant_documents(own)
     titled = [n for n in range(copies.kept) if groups.forms[n].strip()]
-    eligible = [n for n in titled if len(words(bodies[n])) >= MIN_BODY_WORDS]
+    eligible = [n for n in titled if len(split_words(bodies[n])) >= MIN_BODY_WORDS]
     eligible = [int(n) for n in rng.permutation(eligible) if n not in judged]
 
     # Questions: validation and half of the training documents are reported, the rest tuned on.

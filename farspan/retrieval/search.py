@@ -16,14 +16,14 @@ from farspan.domain.corpus import Place, cite_place
 from farspan.domain.notebook import html_table
 from farspan.domain.problems import Refusal
 from farspan.domain.units import counted
-from farspan.retrieval.bm25 import NAME, content_words, words
+from farspan.retrieval.bm25 import NAME, content_words, split_words
 from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.hybrid_ranking import (
     DEPTH,
     SYSTEM_NAMES,
     Ints,
     System,
-    fuse,
+    fuse_hybrid_scores,
     query_form,
     vector_scores,
 )
@@ -128,7 +128,7 @@ def search(
     mask_N = index.masked(filters) if filters else None
 
     # A query that is a document's whole title finds that document before those that mention it.
-    words_N = index.lexical.scores(query)
+    words_N = index.lexical.bm25_scores(query)
     titled = index.named.get(query.strip().lower(), [])
     words_N[titled] += words_N.max(initial=0)
     known = bool(words_N.any())
@@ -146,7 +146,7 @@ def search(
         scores_N[scores_N <= threshold] = 0
     if chosen == "fused":
         weight = evaluation.fusion_weight if evaluation else 1.0
-        scores_N = fuse(words_N, scores_N, weight)
+        scores_N = fuse_hybrid_scores(words_N, scores_N, weight)
 
     # A document that is blank but for its title has no passage to show.
     matched = np.flatnonzero((scores_N > 0) & index.passages.shown_N)
@@ -309,7 +309,7 @@ def _collect_results(
     there is a vector.
     """
     ranges = [index.passages.of_document(number) for number in documents]
-    terms = {*words(query)}
+    terms = {*split_words(query)}
     cosines: dict[int, float] = {}
     if vector_E is not None:
         rows = list(itertools.chain.from_iterable(ranges))
@@ -317,7 +317,7 @@ def _collect_results(
         cosines = dict(zip(rows, cosines_N.tolist(), strict=True))
 
     def fit(row: int) -> tuple[int, float]:
-        matching = terms.intersection(words(index.passages.chunk(row).indexed))
+        matching = terms.intersection(split_words(index.passages.chunk(row).indexed))
         return len(matching), cosines.get(row, 0.0)
 
     for number, rows_of_document in zip(documents, ranges, strict=True):
@@ -386,7 +386,7 @@ def marks(text: str, query: str) -> Iterator[tuple[int, int]]:
     the last."""
     terms = content_words(query, text)
     for match in NAME.finditer(text):
-        if terms.intersection(words(match[0])):
+        if terms.intersection(split_words(match[0])):
             yield match.span()
 
 
@@ -399,7 +399,7 @@ def snippet(text: str, query: str) -> str:
     line = " ".join(text.split())
     first = 0
     for match in re.finditer(r"\S+", line):
-        if terms.intersection(words(match[0])):
+        if terms.intersection(split_words(match[0])):
             first = match.start()
             break
     start = 0

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from farspan.retrieval.cooccurrence import token_vectors
 from farspan.retrieval.index import FitSettings
-from farspan.retrieval.index_progress import IndexWork
+from farspan.retrieval.index_work import IndexWork
 from farspan.retrieval.pairs import Pairs
 from farspan.retrieval.stores import Vectors
 
@@ -112,7 +112,7 @@ def fit_embedder(
         (queries_QF - query_mean_F) @ whitening_FF,
     ]
     fitted = _initial_parameters(bags[0], frequencies_V, passages_NF.shape[1], fit)
-    _minimize_loss(fitted, bags, states, pairs, fit, work or IndexWork(), seconds)
+    _minimize_contrastive_loss(fitted, bags, states, pairs, fit, work or IndexWork(), seconds)
 
     # Whitening becomes part of the projections.
     for kind, mean_F in zip(KINDS, (passage_mean_F, query_mean_F), strict=True):
@@ -150,7 +150,7 @@ def _random_orthonormal(rows: int, columns: int, generator: torch.Generator) -> 
     return torch.linalg.qr(torch.randn(rows, columns, generator=generator))[0]
 
 
-def _minimize_loss(
+def _minimize_contrastive_loss(
     fitted: Fitted,
     bags: tuple[Bags, Bags],
     states: list[Tensor],
@@ -173,7 +173,7 @@ def _minimize_loss(
             {"params": logarithms, "rate": _LOG_LEARNING_RATE},
         ]
     )
-    work.start("fitting")
+    work.start_kind("fitting")
     began = work.clock()
     batch = min(fit.batch, len(pairs.texts))
     step = 0
@@ -184,13 +184,13 @@ def _minimize_loss(
         adam.zero_grad()
         _info_nce_loss(fitted, bags, states, pairs, chosen, rng).backward()
         adam.step()
-        work.did(1)
+        work.add_done(1)
         step += 1
         # Shorten the schedule to what the time budget allows at the measured speed.
         if step == _TIMED_STEPS and seconds < math.inf:
             elapsed_s = max(work.clock() - began, 1e-9)
             affordable = max(step, int(_TIMED_STEPS * seconds / elapsed_s))
-            work.expect("fitting", min(0, affordable - steps))
+            work.add_expected("fitting", min(0, affordable - steps))
             steps = min(steps, affordable)
     for name, tensor in fitted.items():
         fitted[name] = tensor.detach()

@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from farspan._version import __version__
-from farspan.domain.cgroup_limits import read_caps
+from farspan.domain.cgroup_limits import read_cgroup_limits
 from farspan.domain.cluster import (
     GIVEN_GPU_VARIABLE,
     READY_VARIABLE,
@@ -209,7 +209,7 @@ def usable_memory(device: torch.device) -> int:
     in, allow."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return min([psutil.virtual_memory().total, *(cap.limit for cap in read_caps())])
+    return min([psutil.virtual_memory().total, *(cap.limit for cap in read_cgroup_limits())])
 
 
 def free_memory(device: torch.device, allowed: int) -> int:
@@ -219,7 +219,7 @@ def free_memory(device: torch.device, allowed: int) -> int:
         available = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         return int(min(allowed, available) - torch.cuda.memory_allocated(device))
     process_free = allowed - psutil.Process().memory_info().rss
-    group_free = [cap.limit - cap.used for cap in read_caps()]
+    group_free = [cap.limit - cap.used for cap in read_cgroup_limits()]
     return min([process_free, psutil.virtual_memory().available, *group_free])
 
 

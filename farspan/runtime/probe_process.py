@@ -42,7 +42,7 @@ from farspan.runtime.device import (
     synchronize_device,
 )
 from farspan.runtime.model.decoder import Decoder, initial_parameters
-from farspan.runtime.probing.rates import allreduce_seconds, device_rates
+from farspan.runtime.probing.rates import measure_allreduce, measure_device_rates
 from farspan.runtime.probing.unit_timing import unit_times
 from farspan.runtime.state.train_state import WORKING_DTYPES, TrainState
 from farspan.semantics.kernel_choice import BYTES
@@ -106,7 +106,7 @@ def _step_times(request: MeasureQuery, precision: Precision, device: torch.devic
     with torch.device("meta"):
         model = Decoder(request.model, attention=train.attention, recompute=train.recompute)
     state = TrainState(model, precision, device)
-    state.load(initial_parameters(request.model, train.seed))
+    state.load_parameters(initial_parameters(request.model, train.seed))
     generator = torch.Generator().manual_seed(train.seed)
     shape = train.batch, train.seq_len + 1
     tokens = torch.randint(request.model.vocab_size, shape, generator=generator).to(device)
@@ -116,8 +116,8 @@ def _step_times(request: MeasureQuery, precision: Precision, device: torch.devic
     def step() -> None:
         loss = model.loss(tokens[:, :-1], tokens[:, 1:])
         loss.div(num_targets).backward()
-        grad_norm = math.sqrt(state.square_sum())
-        state.update(train.optimizer, lr, 1, max(1.0, grad_norm))
+        grad_norm = math.sqrt(state.squared_grad_norm())
+        state.optimizer_step(train.optimizer, lr, 1, max(1.0, grad_norm))
 
     times: list[float] = []
     spent = 0.0
@@ -127,7 +127,7 @@ def _step_times(request: MeasureQuery, precision: Precision, device: torch.devic
             break
         times.append(_time_call(step, device))
         spent = time.monotonic() - began
-    state.end()
+    state.remove_hooks()
     return times[WARMUP_STEPS:] if len(times) >= WARMUP_STEPS + 2 else times
 
 
@@ -137,7 +137,7 @@ def answer(request: Query) -> object:
     if isinstance(request, InstalledQuery):
         return installed_torch()
     if isinstance(request, RatesQuery):
-        return device_rates(request.device, request.shapes, request.dtypes, request.memory)
+        return measure_device_rates(request.device, request.shapes, request.dtypes, request.memory)
     if isinstance(request, UnitsQuery):
         device = open_device(request.device)
         return unit_times(
@@ -149,7 +149,7 @@ def answer(request: Query) -> object:
             os.environ["GLOO_SOCKET_IFNAME"] = request.interface
             os.environ["NCCL_SOCKET_IFNAME"] = request.interface
         secret = request.secret.encode()
-        return allreduce_seconds(request.rank, request.world, request.device, request.sizes, secret)
+        return measure_allreduce(request.rank, request.world, request.device, request.sizes, secret)
     return matmul_rate(request) if isinstance(request, MatmulQuery) else measure(request)
 
 

@@ -111,7 +111,7 @@ class TimeBudget:
     # -- what is measured
     #   --------------------------------------------------------------------------------------------
 
-    def stepped(self, step: int) -> bool:
+    def measure_step(self, step: int) -> bool:
         """Measure the steps up to `step`; the first of a start does not count, as it compiles.
         Returns whether it is not known yet how long a validation takes: the same on all workers."""
         if not self._limited:
@@ -137,14 +137,14 @@ class TimeBudget:
             step, _ = self._since
             self._since = (step, self._elapsed())
 
-    def validated(self, tokens: int, seconds: float) -> None:
+    def measure_validation(self, tokens: int, seconds: float) -> None:
         """Measure a validation of `tokens` targets."""
         if tokens:
             token_s = seconds / tokens
             self._newest_token_s = token_s
             self.state.token_s = _running_mean(self.state.token_s, token_s)
 
-    def saved(self, seconds: float) -> None:
+    def measure_save(self, seconds: float) -> None:
         """Measure a checkpoint."""
         self._newest_save_s = seconds
         self.state.save_s = _running_mean(self.state.save_s, seconds)
@@ -177,7 +177,7 @@ class TimeBudget:
         self._reports = self._reports and not save
         return reports
 
-    def followed(self, step: int, steps: int) -> float:
+    def lr_progress(self, step: int, steps: int) -> float:
         """Return how far a run of `steps` is at an update by its time: from what rank 0 proposed
         last, evenly to 1 at the last step."""
         share = self.state.share

@@ -33,7 +33,7 @@ from farspan.domain import epoch_fence as epochs
 from farspan.domain.codec import load, save
 from farspan.domain.corpus import SPLITS, CorpusManifest
 from farspan.domain.epoch_fence import Epoch
-from farspan.domain.memory_kills import own_group
+from farspan.domain.memory_kills import own_cgroup
 from farspan.domain.plan import Plan, find_flaw
 from farspan.domain.preemption import preemption_problem
 from farspan.domain.problems import Problem, Refusal
@@ -64,7 +64,7 @@ from farspan.runtime.model.generate import generate
 from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.stop_requests import Launcher, StopRequests
 from farspan.runtime.training.events import EventLog
-from farspan.runtime.training.sample_order import ReshuffledWindows, Windows
+from farspan.runtime.training.sample_order import ReshuffledWindows, TokenWindows
 from farspan.runtime.training.trainer import Trainer
 from farspan.runtime.training.worker_parts import Worker
 
@@ -89,7 +89,7 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
     remedy = find_prepared.mending_command(run, folder)
     training, held_out = (TokenFile.open(folder, split, manifest, remedy) for split in SPLITS)
     train = windows(training, plan.train)
-    val = Windows(held_out.tokens, plan.train.seq_len)
+    val = TokenWindows(held_out.tokens, plan.train.seq_len)
     executor = Executor(Topology(plan, group.rank), group.device)
     check_tokens(group, train, val)
     worker = Worker(plan, run, group, executor, manifest, train, val, emit, time.time)
@@ -97,22 +97,22 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
         worker.prompts = prompts(held_out)
     # The initial weights: drawn by each worker for itself, or read by rank 0 and sent.
     if record.initial is None:
-        executor.load(initial_parameters(plan.model, plan.train.seed))
+        executor.load_parameters(initial_parameters(plan.model, plan.train.seed))
     else:
         weights = None
         if group.rank == 0:
             _, weights = huggingface.read_model(Path(record.initial).expanduser())
         executor.whole.hand_out(executor.state.master, weights)
-        executor.begin()
+        executor.begin_run()
     if plan.train.compile:
         compile_blocks(executor.model, group.device)
     return worker
 
 
-def windows(file: TokenFile, train: TrainSpec) -> Windows:
+def windows(file: TokenFile, train: TrainSpec) -> TokenWindows:
     """Return the windows that a training reads of its split."""
     if not train.regular.reshuffle:
-        return Windows(file.tokens, train.seq_len)
+        return TokenWindows(file.tokens, train.seq_len)
     return ReshuffledWindows(file.tokens, train.seq_len, file.offsets[:], train.seed)
 
 
@@ -123,12 +123,12 @@ def prompts(held_out: TokenFile) -> tuple[list[int], ...]:
     return tuple(held_out.document(i)[:PROMPT_TOKENS].tolist() for i in (0, middle))
 
 
-def check_tokens(group: Group, *files: Windows) -> None:
+def check_tokens(group: Group, *files: TokenWindows) -> None:
     """Refuse workers on hosts with other tokens under the corpus's name."""
     if group.world == 1:
         return
     own = sum(split_fingerprint(windows.tokens) for windows in files)
-    expected, *others = group.gather(own)
+    expected, *others = group.all_gather(own)
     for rank, value in enumerate(others, 1):
         if value == expected:
             continue
@@ -202,7 +202,7 @@ def train(
             os._exit(problem.exit_code)
 
         group = stack.enter_context(Group(rank, world, device, notices, lost))
-        group.introduce()
+        group.publish_connections()
         try:
             trainer = start_trainer(plan, run, group, log.write, launcher, began, epoch)
             reason = trainer.run()
@@ -216,7 +216,7 @@ def train(
                     traceback.print_exception(error)
                     sys.stderr.flush()
                 lost(*lost_peer)
-            group.leave()
+            group.announce_exit()
             problem = as_problem(error, plan, run, rank)
             finish("failed", problem)
             raise Refusal.of(problem) from error
@@ -265,7 +265,7 @@ def start_trainer(
     worker.epoch = epoch
     trainer = Trainer(worker, began=began)
     trainer.restore()
-    group.introduce()
+    group.publish_connections()
     machine = environment(group.device)
     estimate = load(run.estimate, Estimate) if run.estimate.exists() else None
     peak_flops = catalog.peak_flops(machine.device, plan.train.precision, group.world)
@@ -481,7 +481,7 @@ def leave_group(run: RunFolder, rank: int) -> None:
     with suppress(OSError):  # The disk may be full.
         # A host with a disk of its own may not have the folder yet.
         run.logs.mkdir(parents=True, exist_ok=True)
-        if (group := own_group()) is not None:
+        if (group := own_cgroup()) is not None:
             save(group, run.logs / f"rank-{rank}.group.json")
 
 

@@ -16,7 +16,7 @@ from farspan.domain.engine import Engine
 from farspan.domain.graph import Operator, OpGraph
 from farspan.domain.plan import Plan, Replica, Stage
 from farspan.domain.train import Precision
-from farspan.semantics.layout import HeldRange, Send, by_site, transfer
+from farspan.semantics.layout import HeldRange, Send, by_site, plan_reshard
 from farspan.semantics.tensor_sharding import (
     PARTIAL,
     RESIDUAL,
@@ -372,7 +372,7 @@ def _table_held(graph: OpGraph, stage: Stage) -> list[HeldRange]:
 def _sends(
     owned_ranges: list[HeldRange], wanted: list[HeldRange], each: float, plain: float, at: Place
 ) -> Sends:
-    across, inside = transfer(owned_ranges, wanted, at)
+    across, inside = plan_reshard(owned_ranges, wanted, at)
     return Sends(_sized(across, each), _sized(inside, plain))
 
 

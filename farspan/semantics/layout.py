@@ -33,7 +33,7 @@ class Send(NamedTuple):
     stop: int
 
 
-def transfer(
+def plan_reshard(
     sources: Sequence[HeldRange], wanted: Sequence[HeldRange], place: Callable[[int], Hashable]
 ) -> tuple[tuple[Send, ...], tuple[Send, ...]]:
     """Return the sends, in two rounds, after which every rank has the parts that it wants;

@@ -7,7 +7,7 @@ from __future__ import annotations
 from farspan.domain.plan import Replica
 
 
-def pass_order(microbatches: int, depth: int) -> list[tuple[str, int]]:
+def order_1f1b_passes(microbatches: int, depth: int) -> list[tuple[str, int]]:
     """Return the passes of a stage: `depth` forward passes ahead, then backward and forward in
     turn."""
     ahead = min(depth, microbatches)

@@ -16,7 +16,7 @@ from farspan.estimate.estimate_plan import price
 from farspan.estimate.memory import MEETING
 from farspan.techniques import data, fsdp, pipeshard, zero2
 from farspan.techniques._out_of_memory import best
-from farspan.techniques._search.one_stage import rows_by_speed, too_few_rows
+from farspan.techniques._search.one_stage import divide_rows_by_speed, too_few_rows
 from farspan.techniques._task import Task, cannot
 
 #: Its losses are not those of synchronous steps.
@@ -81,7 +81,7 @@ def _shares(batch: int, seconds: Sequence[float], least: Sequence[int]) -> list[
 
     What that exceeds the batch by is taken from the site that ends last and has more than `least`.
     """
-    shares = list(map(max, rows_by_speed(batch, seconds), least))
+    shares = list(map(max, divide_rows_by_speed(batch, seconds), least))
     while sum(shares) > batch:
         reducible = [site for site, share in enumerate(shares) if share > least[site]]
         slowest = max(reducible, key=lambda site: shares[site] * seconds[site])

@@ -154,7 +154,7 @@ def _solutions(task: Task, max_solutions: int) -> list[tuple[Solution, int]]:
     best: list[_Ranked] = []
     for search in sorted(searches, key=lambda search: search[:2]):
         limit = best[-1].objective if len(best) == max_solutions else math.inf
-        for number, solution in enumerate(search.stages.solutions(limit - search.tied_s)):
+        for number, solution in enumerate(search.stages.partition_stages(limit - search.tied_s)):
             if len(solution.cuts) > 1:
                 objective = solution.objective + search.tied_s
                 microbatches = search.stages.microbatches

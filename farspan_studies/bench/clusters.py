@@ -43,11 +43,11 @@ def cluster_of(matrix: Matrix, label: str) -> Iterator[Cluster]:
 
         check_gpus("auto")
         with Probe() as probe:
-            cluster = probe.describe("auto", None)
+            cluster = probe.describe_devices("auto", None)
             # A worker a core, with its share of all memory: what is free just now is another
             # cluster each time.
             if cluster.devices[0].backend == "cpu" and (cores := cluster.hosts[0].cpus):
-                cluster = probe.describe("cpu", cores)
+                cluster = probe.describe_devices("cpu", cores)
                 cluster = cluster.with_devices(
                     lambda host, index: msgspec.structs.replace(
                         host.devices[index],

@@ -137,7 +137,7 @@ def tried(case: Case, plain: Cluster) -> DeviceTrial:
     try:
         with Probe(plain.machines[0], threads=at.threads, device=0) as probe:
             return DeviceTrial(
-                probe=probe.measure(
+                probe=probe.measure_step(
                     at, case.model, train, precisions=(train.precision,), seconds=PROBE_S
                 )
             )

@@ -82,7 +82,7 @@ def select(
     trials = TrialCache(resolved, clusters.find_launcher(asked), again=given.again)
 
     def measure(plan: Plan, step_s: float) -> Trial:
-        return trials.run(plan, trial_limits(plan, resolved.cluster, step_s, steps))
+        return trials.run_trial(plan, trial_limits(plan, resolved.cluster, step_s, steps))
 
     console.write_line(
         f"epsilon: {steps} steps of each; delta: {delta:g}; T in TFLOP/s a device, 0 for what fails"

@@ -14,7 +14,7 @@ from statistics import median
 import msgspec
 
 from farspan.domain.units import format_count, format_usd, short_time
-from farspan.estimate.scaling_law import loss
+from farspan.estimate.scaling_law import scaling_law_loss
 from farspan.report.charts import COLOURS, Axis, Chart, Series
 from farspan_studies.bench.matrix import Row, figures
 from farspan_studies.pages.bars import Bar, Bars, Dot, Dots, spread, tint
@@ -326,7 +326,7 @@ def latency(points: Sequence[Point]) -> list[Chart]:
 def budgets(points: Sequence[Point]) -> Chart | None:
     """Return what a scaling law expects of each model's loss for a budget, spent in its cheapest
     setting: loss a dollar of arXiv 2410.19456, whose loss a token is here the law's
-    (`estimate.loss`), not a constant."""
+    (`estimate.scaling_law`), not a constant."""
     tops = {}
     for model in distinct(points, _model):
         own = [point for point in points if _model(point.row) == model]
@@ -340,7 +340,9 @@ def budgets(points: Sequence[Point]) -> Chart | None:
     )
     usd = [low * (high / low) ** (step / BUDGETS) for step in range(BUDGETS + 1)]
     series = tuple(
-        Series(model, [loss(size, rate * budget) for budget in usd], "line", tint(number))
+        Series(
+            model, [scaling_law_loss(size, rate * budget) for budget in usd], "line", tint(number)
+        )
         for number, (model, (size, rate)) in enumerate(tops.items())
     )
     return Chart("loss-usd", "Loss that a budget buys", Axis("dollars", usd, log=True), series)

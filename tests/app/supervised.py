@@ -56,7 +56,7 @@ class Watched:
     def train(self) -> Problem | Finished | None:
         """How it ends: with the last event, or with a problem."""
         try:
-            return self.supervisor.train()
+            return self.supervisor.train_run()
         except Refusal as refusal:
             return refusal.problem
 

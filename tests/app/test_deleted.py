@@ -88,7 +88,7 @@ def test_run_whose_folder_is_replaced_ends_and_writes_nothing_into_the_other(tmp
 def test_worker_without_a_launcher_ends_by_itself_and_makes_no_folder(tmp_path, harm):
     run = made(tmp_path / "run", tiny.plan(ENDLESS))
     with Lease(run) as lease:
-        number = lease.begin().number
+        number = lease.begin_epoch().number
     place = {"RANK": "0", "WORLD_SIZE": "1", "FARSPAN_EPOCH": f'{{"number":{number}}}'}
     worker = subprocess.Popen(
         [sys.executable, "-m", "farspan.runtime.worker", str(run.plan), str(run.path)],

@@ -64,7 +64,7 @@ def planned_on(desk: Path, name: str) -> RunFolder:
 def interrupted_on(desk: Path, name: str) -> RunFolder:
     """The same, stopped after some steps."""
     watched = Watched(
-        planned_on(desk, name), lambda w, step: w.supervisor.stop() if step == CUT else None
+        planned_on(desk, name), lambda w, step: w.supervisor.request_stop() if step == CUT else None
     )
     ending = watched.train()
     assert isinstance(ending, Finished) and ending.reason == "interrupted"

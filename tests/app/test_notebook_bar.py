@@ -11,7 +11,7 @@ from nbclient import NotebookClient
 from farspan.app.notebook_bar import NotebookBar
 from farspan.app.updates import Note
 from farspan.domain.results import Step, Warned
-from farspan.retrieval.index_progress import IndexWork
+from farspan.retrieval.index_work import IndexWork
 from tests.cli.conftest import WORDS
 
 
@@ -20,9 +20,9 @@ def test_a_line_follows_the_work_and_is_drawn_a_few_times_a_second(capsys):
     bar = NotebookBar(html=False, clock=lambda: next(clock))
     bar(Note("reading the text"))
     work = IndexWork(changed=bar)
-    work.expect("embedding", 4)
+    work.add_expected("embedding", 4)
     for _ in range(3):
-        work.did(1)
+        work.add_done(1)
     bar.end()
     drawn = [line.strip() for line in capsys.readouterr().err.split("\r") if line.strip()]
     assert drawn[0] == "reading the text"

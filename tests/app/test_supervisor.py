@@ -27,7 +27,7 @@ from farspan.launch.workers import SupervisorState
 from farspan.report.history import follow_events
 from farspan.runtime.checkpoint.layout import TrainerState
 from farspan.runtime.comm.topology import Topology
-from farspan.runtime.training.sample_order import Order, Windows
+from farspan.runtime.training.sample_order import SampleOrder, TokenWindows
 from farspan.semantics.identity import training_key
 from tests import tiny
 from tests.app.supervised import Watched, made
@@ -137,7 +137,7 @@ def test_run_whose_ledger_of_starts_is_damaged_goes_on_by_itself_and_when_it_is_
         if step == 60 and not watched.faulted:
             watched.run.epochs.write_bytes(b"")
         elif watched.faulted and step == 120:
-            watched.supervisor.stop()
+            watched.supervisor.request_stop()
 
     first = Watched(made(tmp_path / "run", TWO), damage_then_stop)
     ending = first.train()
@@ -156,7 +156,7 @@ def test_stop_request_during_fault_recovery_interrupts_the_run(tmp_path):
     watched = Watched(
         made(tmp_path / "run", TWO),
         lambda w, step: step == 60 and w.signal(1, signal.SIGKILL),
-        at_fault=lambda w: w.supervisor.stop(),
+        at_fault=lambda w: w.supervisor.request_stop(),
     )
     problem = watched.train()
     assert (
@@ -188,7 +188,7 @@ def test_the_first_batch_whose_loss_is_not_finite_is_left_out_and_a_second_ends_
         np.fromfile(tmp_path / "corpus" / f"{name}.bin", "<u2") for name in ("val", "train")
     )
     val[val == 299] = tokens[tokens == 299] = 298
-    order = Order(Windows(tokens, train.seq_len).count, train.seed)
+    order = SampleOrder(TokenWindows(tokens, train.seq_len).count, train.seed)
     for step in range(5, 5 + 4 * batches, 4):
         window = int(order.window(Topology(plan, 0).samples(step)[0])[0])
         tokens[window * train.seq_len + 3] = 299
@@ -226,7 +226,7 @@ def test_a_stopped_worker_that_wakes_after_it_was_replaced_writes_nothing(tmp_pa
 
     def begun() -> subprocess.Popen[bytes]:
         with Lease(run) as lease:
-            told = SupervisorState(lease, lease.begin(), Spares()).epoch
+            told = SupervisorState(lease, lease.begin_epoch(), Spares()).epoch
         place = {"RANK": "0", "WORLD_SIZE": "1", "FARSPAN_EPOCH": f'{{"number":{told.number}}}'}
         words = [sys.executable, "-m", "farspan.runtime.worker", str(run.plan), str(run.path)]
         return subprocess.Popen(words, env={**os.environ, **place, "OMP_NUM_THREADS": "1"})
@@ -272,9 +272,9 @@ def test_a_spare_takes_a_place_and_trains_the_same(tmp_path, calm):
     with Lease(run) as lease:
         spares = Spares()
         apart = (TWO.devices[0], replace(TWO.devices[1], index=1))
-        spares.fill(replace(TWO, devices=apart), cluster.hosts, run.logs, lease.keep_open)
+        spares.start_spares(replace(TWO, devices=apart), cluster.hosts, run.logs, lease.keep_open)
         waiting = [spare.pid for (spare,) in spares._waiting.values()]
-        held = SupervisorState(lease, lease.begin(), spares)
+        held = SupervisorState(lease, lease.begin_epoch(), spares)
         with launch_workers("local", TWO, run, cluster, held) as workers:
             pids = [process.pid for process in workers.processes]
             losses = {event.step: event.loss for event in workers if isinstance(event, Step)}
@@ -292,11 +292,11 @@ def test_place_of_a_spare_that_stands_still_goes_to_one_that_answers_or_to_a_fre
     cluster = tiny.this_machine(TWO)
     with Lease(run) as lease, closing(Spares()) as spares:
         three = replace(TWO, devices=(TWO.devices[0],) * 3)
-        spares.fill(three, cluster.hosts, run.logs, lease.keep_open)
+        spares.start_spares(three, cluster.hosts, run.logs, lease.keep_open)
         ((first, second, third),) = spares._waiting.values()
         for spare in (first, third):
             os.kill(spare.pid, signal.SIGSTOP)
-        held = SupervisorState(lease, lease.begin(), spares)
+        held = SupervisorState(lease, lease.begin_epoch(), spares)
         with launch_workers("local", TWO, run, cluster, held) as workers:
             pids = [process.pid for process in workers.processes]
             losses = {event.step: event.loss for event in workers if isinstance(event, Step)}
@@ -308,7 +308,7 @@ def test_place_of_a_spare_that_stands_still_goes_to_one_that_answers_or_to_a_fre
 def test_spares_that_stand_still_end_with_the_run(tmp_path):
     run = made(tmp_path / "run", TWO)
     with Lease(run) as lease, closing(Spares()) as spares:
-        spares.fill(TWO, tiny.this_machine(TWO).hosts, run.logs, lease.keep_open)
+        spares.start_spares(TWO, tiny.this_machine(TWO).hosts, run.logs, lease.keep_open)
         pids = [spare.pid for waiting in spares._waiting.values() for spare in waiting]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
@@ -328,7 +328,7 @@ from farspan.launch.spares import Spares
 from tests import tiny
 from tests.app.test_supervisor import TWO
 run, spares = RunFolder(Path({str(run.path)!r})), Spares()
-spares.fill(TWO, tiny.this_machine(TWO).hosts, run.logs, Lease(run).keep_open)
+spares.start_spares(TWO, tiny.this_machine(TWO).hosts, run.logs, Lease(run).keep_open)
 for waiting in spares._waiting.values():
     for spare in waiting:
         print(spare.pid, flush=True)

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from farspan.cli.index_progress import IndexProgress
 from farspan.domain.problems import EXIT_CODES
-from farspan.retrieval.index_progress import IndexWork
+from farspan.retrieval.index_work import IndexWork
 from tests.cli.conftest import Farspan
 from tests.waiting import LIMIT_S, wait_for
 
@@ -24,15 +24,15 @@ from tests.waiting import LIMIT_S, wait_for
 STOPPING = """
 import os, signal, sys
 from farspan.cli.main import main
-from farspan.retrieval.index_progress import IndexWork
-did, batches = IndexWork.did, []
+from farspan.retrieval.index_work import IndexWork
+did, batches = IndexWork.add_done, []
 def did_then_stop(work, amount, *, kept=False):
     did(work, amount, kept=kept)
     if work.kind == "embedding" and not kept:
         batches.append(amount)
         if len(batches) == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
-IndexWork.did = did_then_stop
+IndexWork.add_done = did_then_stop
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -99,11 +99,11 @@ def shown(console: Console, seconds: int) -> None:
     now = [0.0]
     with IndexProgress(console, lambda: now[0]) as progress:
         work = IndexWork(lambda: now[0], progress.show)
-        work.expect("embedding", 10_000)
-        work.start("embedding")
+        work.add_expected("embedding", 10_000)
+        work.start_kind("embedding")
         for _ in range(seconds):
             now[0] += 1.0
-            work.did(100)
+            work.add_done(100)
 
 
 def test_piped_progress_is_a_line_now_and_then():

@@ -52,7 +52,7 @@ def signed(texts: list[str], folder: Path, shards: int = 3) -> dedup.Shards:
             stems[-1].with_suffix(".docs"),
             (Document(title="", text=text, origin="") for text in part),
         )
-        dedup.sign(stems[-1])
+        dedup.write_minhash_signatures(stems[-1])
     return dedup.Shards(stems)
 
 
@@ -67,7 +67,7 @@ def test_clusters_are_the_connected_components_of_the_brute_force_graph(
             low, high = sorted((expected[i], expected[j]))
             expected = [low if e == high else e for e in expected]
     assert len(set(expected)) < len(texts)
-    assert dedup.find_clusters(signed(texts, tmp_path)).tolist() == expected
+    assert dedup.find_duplicate_clusters(signed(texts, tmp_path)).tolist() == expected
 
 
 def test_jaccard_is_exact_for_short_and_close_for_long_documents() -> None:
@@ -89,10 +89,10 @@ def test_long_near_duplicates_are_found_across_shards(tmp_path: Path) -> None:
     near = [*words[:10_000], "changed", *words[10_001:], *words[:500]]
     other = [f"w{rng.randrange(10**6)}" for _ in range(20_000)]
     shards = signed([" ".join(words), " ".join(other), " ".join(near)], tmp_path)
-    assert dedup.find_clusters(shards).tolist() == [0, 1, 0]
+    assert dedup.find_duplicate_clusters(shards).tolist() == [0, 1, 0]
 
 
 def test_texts_without_words_or_spaces_are_compared_too(tmp_path: Path) -> None:
     chinese = "".join(chr(0x4E00 + i * 7 % 5000) for i in range(300))
     texts = ["!!! ???", "!!! ???", "--- ###", chinese, chinese[:150] + "一" + chinese[151:]]
-    assert dedup.find_clusters(signed(texts, tmp_path, 1)).tolist() == [0, 0, 2, 3, 3]
+    assert dedup.find_duplicate_clusters(signed(texts, tmp_path, 1)).tolist() == [0, 0, 2, 3, 3]

@@ -16,7 +16,7 @@ from farspan.corpus.documents import cut_document
 from farspan.corpus.sources import open_source
 from farspan.corpus.tokenizer import Tokenizer, train_tokenizer
 from farspan.domain.corpus import Document
-from farspan.retrieval.bm25 import words
+from farspan.retrieval.bm25 import split_words
 from farspan.retrieval.chunk import chunk_document
 from farspan.retrieval.queries import body_of, questions_of
 
@@ -150,7 +150,7 @@ def test_passages_and_words_of_a_hostile_text_take_steps_by_its_length(
     def passages(document: Document) -> None:
         list(chunk_document(document, 0, tokenizer, 64))
         questions_of(document)
-        words(body_of(document))
+        split_words(body_of(document))
 
     counts = []
     for size in (SIZE // 2, SIZE):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.semantics.layout import HeldRange, Send, transfer
+from farspan.semantics.layout import HeldRange, Send, plan_reshard
 
 SIZE = 30
 places = st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(sorted)
@@ -42,7 +42,7 @@ def test_every_rank_ends_with_the_values_that_it_wants(layout):
     ranks = np.full((9, SIZE), np.nan)
     for part in held:
         ranks[part.rank, part.start : part.stop] = values[part.start : part.stop]
-    for sends in transfer(held, wanted, site.__getitem__):
+    for sends in plan_reshard(held, wanted, site.__getitem__):
         sent = [
             ranks[send.source, send.start : send.stop].copy() for send in sends
         ]  # A round is all at once.
@@ -58,7 +58,7 @@ def test_every_rank_ends_with_the_values_that_it_wants(layout):
 def test_nothing_is_sent_twice_or_further_than_it_must(layout):
     held, wanted, site = layout
     held = complete(held, wanted)
-    first, second = transfer(held, wanted, site.__getitem__)
+    first, second = plan_reshard(held, wanted, site.__getitem__)
     having = elements(held)
     lacking = elements(wanted) - elements(held)
     assert sorted((target, i) for _, target, i in moves(first + second)) == sorted(lacking)
@@ -80,16 +80,16 @@ def test_neither_the_order_of_the_parts_nor_the_names_of_the_sites_matter(layout
     held, wanted, site = layout
     held = complete(held, wanted)
     names = rng.sample(range(1000), 4)
-    other = transfer(
+    other = plan_reshard(
         rng.sample(held, len(held)), rng.sample(wanted, len(wanted)), lambda rank: names[site[rank]]
     )
-    assert other == transfer(held, wanted, site.__getitem__)
+    assert other == plan_reshard(held, wanted, site.__getitem__)
 
 
 @given(layouts)
 def test_sends_are_sorted_whole_and_never_empty(layout):
     held, wanted, site = layout
-    for sends in transfer(complete(held, wanted), wanted, site.__getitem__):
+    for sends in plan_reshard(complete(held, wanted), wanted, site.__getitem__):
         assert list(sends) == sorted(sends)
         assert all(send.start < send.stop for send in sends)
         starts = {send[:3] for send in sends}
@@ -100,7 +100,7 @@ def test_sends_are_sorted_whole_and_never_empty(layout):
 def test_copies_share_the_work_evenly(sources, targets, size):
     held = [HeldRange(rank, 0, size) for rank in range(sources)]
     wanted = [HeldRange(10 + rank, 0, size) for rank in range(targets)]
-    first, second = transfer(held, wanted, lambda rank: rank // 10)
+    first, second = plan_reshard(held, wanted, lambda rank: rank // 10)
     for side, ranks in ((0, sources), (1, targets)):
         load = Counter(move[side] for move in moves(first))
         assert {load[10 * side + rank] for rank in range(ranks)} <= {
@@ -115,14 +115,14 @@ def test_copies_share_the_work_evenly(sources, targets, size):
 def test_many_small_parts_are_shared_as_evenly_as_a_large_one():
     held = [HeldRange(rank, 0, 12) for rank in (0, 1)]
     wanted = [HeldRange(2 + row, row, row + 1) for row in range(12)]
-    first, second = transfer(held, wanted, lambda rank: int(rank > 1))
+    first, second = plan_reshard(held, wanted, lambda rank: int(rank > 1))
     assert first == tuple(Send(row // 6, 2 + row, row, row + 1) for row in range(12))
     assert second == ()
 
 
 def test_odd_elements_go_by_turns():
     """One row for each of four sites, two copies of it: no copy sends three."""
-    first, _ = transfer(
+    first, _ = plan_reshard(
         [HeldRange(0, 0, 1), HeldRange(1, 0, 1)],
         [HeldRange(rank, 0, 1) for rank in range(2, 6)],
         lambda rank: rank,
@@ -179,12 +179,12 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_by_hand(case):
     held, wanted, site, first, second = CASES[case]
-    assert transfer(held, wanted, site.__getitem__) == (first, second)
+    assert plan_reshard(held, wanted, site.__getitem__) == (first, second)
 
 
 def test_transfer_of_a_range_that_no_rank_holds_is_an_error():
     with pytest.raises(ValueError, match=r"nobody holds \[5, 8\), which ranks 1, 2 want"):
-        transfer([HeldRange(0, 0, 5)], [HeldRange(1, 0, 8), HeldRange(2, 3, 8)], str)
+        plan_reshard([HeldRange(0, 0, 5)], [HeldRange(1, 0, 8), HeldRange(2, 3, 8)], str)
 
 
 def test_hundreds_of_ranks_with_disjoint_parts():
@@ -201,6 +201,6 @@ def test_hundreds_of_ranks_with_disjoint_parts():
         ]
         for group in (ranks[:200], ranks[200:])
     )
-    first, second = transfer(held, wanted, lambda rank: rank % 6)
+    first, second = plan_reshard(held, wanted, lambda rank: rank % 6)
     assert (sum(send.stop - send.start for send in first), second) == (size, ())
     assert len(first) <= 200 + 300 - 1

@@ -21,7 +21,7 @@ from farspan.estimate.devices import devices
 from farspan.estimate.estimate_plan import estimate, sent_by, step, with_loss
 from farspan.estimate.network import NoLink
 from farspan.estimate.replicas import token_efficiency
-from farspan.estimate.scaling_law import loss
+from farspan.estimate.scaling_law import scaling_law_loss
 from farspan.estimate.stage_time import stage_time
 from tests.estimate.parts import (
     ENGINES,
@@ -449,7 +449,9 @@ def test_loss_is_predicted_within_the_range_of_the_fit_alone():
     graph = models.graph(TIED)
     tiny = estimate(plan(there, single(mesh(0), (8,))), graph, there, plain())
     assert tiny.loss is None
-    assert loss(graph.parameters(), tiny.tokens_done) > 70  # Which no text is as hard as.
+    assert (
+        scaling_law_loss(graph.parameters(), tiny.tokens_done) > 70
+    )  # Which no text is as hard as.
     for parameters, tokens, known in (
         (7e7, 5e9, True),
         (1.6e10, 5e11, True),
@@ -460,7 +462,9 @@ def test_loss_is_predicted_within_the_range_of_the_fit_alone():
     ):
         work = msgspec.structs.replace(tiny.workload, steps=1, tokens_per_step=tokens)
         whole = with_loss(msgspec.structs.replace(tiny, workload=work), parameters)
-        assert whole.loss == (pytest.approx(loss(parameters, tokens)) if known else None)
+        assert whole.loss == (
+            pytest.approx(scaling_law_loss(parameters, tokens)) if known else None
+        )
 
 
 def test_money_is_devices_by_the_hour_and_bytes_that_leave_sites():

@@ -8,7 +8,7 @@ import pytest
 from farspan.domain.cluster import Link
 from farspan.domain.plan import GradSync
 from farspan.estimate.estimate_plan import timed_stage
-from farspan.estimate.gradient_sync import sync
+from farspan.estimate.gradient_sync import gradient_sync_times
 from farspan.estimate.stage_time import stage_time
 from tests.estimate.parts import cluster, costs, device, mesh, pipeline, plain, stage
 
@@ -31,7 +31,9 @@ def sites(*counts, **changes):
 
 def summed(using, bits=32, bucket_bytes=10**4, **changes):
     by = GradSync(topology="hierarchical", bits=bits, bucket_bytes=bucket_bytes)
-    return sync(using, stage(mesh(0, 1, 2, 3), (2, 2, 2, 2), grad_sync=by, **changes), 1)
+    return gradient_sync_times(
+        using, stage(mesh(0, 1, 2, 3), (2, 2, 2, 2), grad_sync=by, **changes), 1
+    )
 
 
 @pytest.mark.parametrize("bits", [32, 8])
@@ -59,7 +61,7 @@ def test_every_message_of_every_round_wakes_its_threads():
             costs(there, plain(cpu={"move_cost": 1.0, "message_busy_s": each}))
             for each in (0.0, 0.5)
         ]
-        plainly, busy = (sync(using, made, microbatches).busy for using in asked)
+        plainly, busy = (gradient_sync_times(using, made, microbatches).busy for using in asked)
         return busy - plainly
 
     whole = 4 * costs(there, plain()).graph.parameters()
@@ -121,7 +123,9 @@ def test_a_rank_that_sums_its_own_part_copies_it_adds_the_others_and_puts_it_in_
 ):
     using = costs(cluster([[CPU] * 2]), plain(cpu={"move_cost": 1.0}, local_rate=1e30))
     by = GradSync(bucket_bytes=10**4)
-    found = sync(using, stage(mesh(0, 1), (6, 6), grad_sync=by, zero=zero), microbatches)
+    found = gradient_sync_times(
+        using, stage(mesh(0, 1), (6, 6), grad_sync=by, zero=zero), microbatches
+    )
     part = 4 * using.graph.parameters() / 2
     assert found.busy == pytest.approx(copies * (2 + 3 + 2) * part / 1e9)
 
@@ -137,7 +141,7 @@ def test_latency_of_the_last_gradient_bucket_is_always_exposed():
     using = sites(2, 2)
     by = GradSync(topology="hierarchical", bucket_bytes=10**4)
     one = stage(mesh(0, 1, 2, 3), (2, 2, 2, 2), grad_sync=by)
-    found = sync(using, one, 1)
+    found = gradient_sync_times(using, one, 1)
     assert found.round_trip_s == LINK.rtt_s / 2
     assert found.exposed(found.reduce, 1e9) == pytest.approx(
         found.round_trip_s + (found.reduce - found.round_trip_s) * found.last

@@ -14,7 +14,7 @@ from farspan.estimate.memory import (
     activations_per_row,
     local_parameters,
     logits_bytes,
-    replayed_per_row,
+    recomputed_per_row,
     state_bytes,
 )
 from farspan.semantics.tensor_sharding import RESIDUAL
@@ -85,7 +85,7 @@ def test_activations_of_a_block_by_hand():
 def test_recomputed_blocks_keep_their_inputs():
     graph = models.graph(TIED)
     assert activations_per_row(graph, (1, 4), train(), "cuda", recompute=True) == 3 * 4 * S * D
-    assert replayed_per_row(graph, train(), "cuda") == GPT2_BLOCK
+    assert recomputed_per_row(graph, train(), "cuda") == GPT2_BLOCK
     using, one = alone()
     again = msgspec.structs.replace(one, recompute=True)
     head = 4 * S * 2 * D

@@ -10,7 +10,7 @@ import pytest
 
 from farspan.domain.plan import Replica, Sync
 from farspan.estimate.replicas import EXCESS, LATER, SPREAD, excess, token_efficiency
-from farspan.estimate.scaling_law import loss, tokens_for
+from farspan.estimate.scaling_law import scaling_law_loss, tokens_for
 from tests.estimate.parts import cluster, device, mesh, plan, stage
 
 
@@ -22,11 +22,11 @@ def meeting(replicas: int, every: int, steps: int = 1000):
 
 def test_loss_and_the_tokens_that_make_up_for_more_of_it():
     # 1.8172 + 482.01 / 10^3.478 + 2085.43 / 10^3.658 = 1.8172 + 482.01 / 3006.1 + 2085.43 / 4549.9.
-    assert loss(1e10, 1e10) == pytest.approx(1.8172 + 0.16034 + 0.45835, abs=1e-4)
+    assert scaling_law_loss(1e10, 1e10) == pytest.approx(1.8172 + 0.16034 + 0.45835, abs=1e-4)
     factor = tokens_for(0.01, 1e9, 2e10)
     # The run with a worse algorithm ends 1 % higher after so many times the tokens than the good
     # one would there.
-    assert loss(1e9, factor * 2e10) * 1.01 == pytest.approx(loss(1e9, 2e10))
+    assert scaling_law_loss(1e9, factor * 2e10) * 1.01 == pytest.approx(scaling_law_loss(1e9, 2e10))
     assert tokens_for(0.0, 1e9, 2e10) == pytest.approx(1.0)
     assert tokens_for(0.5, 1e9, 2e10) == math.inf
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.estimate.schedule import Hop, simulate
-from farspan.semantics.pass_order import pass_order
+from farspan.estimate.schedule import Hop, simulate_pipeline
+from farspan.semantics.pass_order import order_1f1b_passes
 
 DIRECT = Hop(0.0, 0.0)
 
 
 def ends(forward, backward, down, up, microbatches, depths, *, awaited=False, ahead=True):
-    return simulate(
+    return simulate_pipeline(
         forward,
         backward,
         down,
@@ -34,7 +34,7 @@ def reference(forward, backward, down, up, microbatches, depths, awaited):
     due."""
     stages = len(forward)
     clock = 0.0
-    queues = [pass_order(microbatches, depth) for depth in depths]
+    queues = [order_1f1b_passes(microbatches, depth) for depth in depths]
     arrived = {(0, "forward", i): 0.0 for i in range(microbatches)}
     idle = [0.0] * stages
     wire = {}
@@ -125,7 +125,7 @@ def test_awaited_sends_block_the_sender():
     hop = Hop(1.0, 2.0)
     # f0 ends at 1 and arrives at 4; b0 ends at 4 + 1 + 1 = 6 and arrives at 9; the last pass ends
     # at 10.
-    simulated = simulate(
+    simulated = simulate_pipeline(
         [1.0, 1.0], [1.0, 1.0], [hop], [hop], 1, [1, 1], sends_awaited=True, receives_ahead=True
     )
     assert simulated.ends == [10.0, 9.0]
@@ -144,7 +144,7 @@ def test_receives_just_in_time_cost_another_delay_a_message():
 
 def test_a_wire_carries_one_message_at_a_time():
     # Forward passes end at 1, 2, 3; the wire takes 5 each: arrivals at 6, 11, 16.
-    spans = simulate(
+    spans = simulate_pipeline(
         [1.0, 1.0],
         [1.0, 1.0],
         [Hop(5.0, 0.0)],
@@ -166,7 +166,7 @@ def test_no_stage_has_more_in_flight_than_its_depth_and_none_overlaps_itself(
     pipeline, awaited, ahead
 ):
     microbatches, depths = pipeline[4:]
-    spans = simulate(*pipeline, sends_awaited=awaited, receives_ahead=ahead).spans
+    spans = simulate_pipeline(*pipeline, sends_awaited=awaited, receives_ahead=ahead).spans
     for stage, depth in enumerate(depths):
         own = sorted(
             (span.start, span.end, span.kind)
@@ -198,7 +198,7 @@ def test_nothing_that_gets_faster_makes_a_pipeline_slower(pipeline, awaited, ahe
 
 
 def test_stages_that_are_free_later_start_later():
-    found = simulate(
+    found = simulate_pipeline(
         [1.0, 1.0],
         [2.0, 2.0],
         [DIRECT],

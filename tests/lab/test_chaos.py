@@ -153,12 +153,12 @@ def test_stop_request_while_waiting_for_a_host_interrupts_the_run(lab, calm, tmp
             state.change(lab, ("utah", "mass"), {"up": False}, one_way=False)
         if isinstance(update, Note) and update.text == "waiting for mass":
             waits = True
-            supervisor.stop()
+            supervisor.request_stop()
 
     supervisor = Supervisor(run, watch, lambda event: None)
     try:
         with pytest.raises(Refusal) as refusal:
-            supervisor.train()
+            supervisor.train_run()
     finally:
         state.change(lab, ("utah", "mass"), {"up": True}, one_way=False)
     assert refusal.value.problem.code == "interrupted" and waits

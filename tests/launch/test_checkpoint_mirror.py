@@ -119,16 +119,16 @@ def test_one_copy_is_made_at_a_time_and_a_newer_checkpoint_replaces_a_waiting_on
     for step in (1, 2, 3):
         saved_there(there, step)
     far_host.block()
-    mirror.request(1, best=False)
+    mirror.request_copy(1, best=False)
     wait_for(lambda: far_host.copies == 1, "the first copy is being made")
-    mirror.request(2, best=False)
-    mirror.request(3, best=False)
+    mirror.request_copy(2, best=False)
+    mirror.request_copy(3, best=False)
     assert here(run) == []
     far_host.unblock()
     wait_for(lambda: here(run) == [1, 3], "both are here")
     assert far_host.copies == 2
     mirror.close()
-    assert mirror.warnings() == []
+    assert mirror.take_warnings() == []
 
 
 def test_a_checkpoint_that_is_deleted_while_it_is_copied_comes_whole(
@@ -137,7 +137,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_copied_comes_whole(
     mirror, run, there = mirrored
     saved_there(there, 1)
     far_host.block()
-    mirror.request(1, best=False)
+    mirror.request_copy(1, best=False)
     wait_for(lambda: far_host.copies == 1, "the copy is being made")
     shutil.rmtree(there.checkpoints)
     far_host.unblock()
@@ -155,7 +155,7 @@ def test_as_many_checkpoints_are_kept_here_as_the_plan_keeps(
     mirror, run, there = mirrored
     for step in (1, 2, 3):
         saved_there(there, step)
-        mirror.request(step, best=False)
+        mirror.request_copy(step, best=False)
         wait_for(lambda: step in here(run), "it is here")  # noqa: B023 - called at once
     mirror.close()
     assert here(run) == [2, 3]
@@ -167,7 +167,7 @@ def test_best_weights_come_with_the_checkpoint_that_knows_of_them(
     mirror, run, there = mirrored
     saved_there(there, 1)
     shutil.copytree(there.checkpoints / "step-00000001", there.checkpoints / "best")
-    mirror.request(1, best=True)
+    mirror.request_copy(1, best=True)
     wait_for(lambda: here(run) == [1], "it is here")
     assert (run.best / "manifest.json").exists()
     mirror.close()
@@ -179,8 +179,8 @@ def test_a_damaged_copy_does_not_count_and_is_told(
     _, run, there = mirrored
     saved_there(there, 1)
     mirror = CheckpointMirror(far_host.host, run.load_plan(), run, there, lambda path: "torn")
-    mirror.request(1, best=False)
-    (warning,) = wait_for(mirror.warnings, "a warning")
+    mirror.request_copy(1, best=False)
+    (warning,) = wait_for(mirror.take_warnings, "a warning")
     assert "step-00000001" in warning and "torn" in warning and "far" in warning
     mirror.close()
     assert list(run.checkpoints.iterdir()) == []
@@ -192,10 +192,10 @@ def test_a_closed_mirror_ends_a_copy_that_hangs(
     mirror, run, there = mirrored
     saved_there(there, 1)
     far_host.block()
-    mirror.request(1, best=False)
+    mirror.request_copy(1, best=False)
     wait_for(lambda: far_host.copies == 1, "the copy is being made")
     mirror.close()
-    assert here(run) == [] and mirror.warnings() == []
+    assert here(run) == [] and mirror.take_warnings() == []
     far_host.unblock()
     mirror.copy_missing()
     assert here(run) == [1]
@@ -247,7 +247,7 @@ def calm(path: Path, last: int) -> dict[int, float]:
     """The losses of a run that nothing disturbs, until a step."""
     watched = Watched(
         made(path / "calm" / "run", tiny.plan(ENDLESS, micro_rows=4)),
-        lambda w, step: w.supervisor.stop() if step == last else None,
+        lambda w, step: w.supervisor.request_stop() if step == last else None,
     )
     watched.train()
     return {step: watched.losses[step] for step in range(1, last + 1)}
@@ -272,7 +272,7 @@ def test_a_lost_host_of_rank_0_costs_the_steps_after_the_last_checkpoint_that_ca
         newest = watched.run.newest_checkpoint()
         if lost_at:
             if watched.faulted and step == watched.faulted[0].step + MORE:
-                watched.supervisor.stop()
+                watched.supervisor.request_stop()
         elif newest > 0 and copying == "interrupted" and not blocked_at:
             far_host.block()
             blocked_at.append(step)
@@ -309,12 +309,14 @@ def test_checkpoints_that_only_the_host_of_rank_0_has_count_at_the_next_start(
 ) -> None:
     """As where the process here was killed: what the workers then saved has not come."""
     run = on_far(tmp_path / "run", far_host)
-    first = Watched(run, lambda w, step: w.supervisor.stop() if step == 100 else None)
+    first = Watched(run, lambda w, step: w.supervisor.request_stop() if step == 100 else None)
     ending = first.train()
     assert isinstance(ending, Finished) and ending.reason == "interrupted"
     shutil.rmtree(run.checkpoints)
     last = max(first.losses)
-    second = Watched(run, lambda w, step: w.supervisor.stop() if step == last + MORE else None)
+    second = Watched(
+        run, lambda w, step: w.supervisor.request_stop() if step == last + MORE else None
+    )
     ending = second.train()
     assert isinstance(ending, Finished) and ending.reason == "interrupted"
     (started,) = [event for event in second.events if isinstance(event, Started)]
@@ -334,7 +336,7 @@ def test_checkpoints_come_while_the_run_trains_and_are_whole(
     def at_step(watched: Watched, step: int) -> None:
         if not came and (newest := run.newest_checkpoint()) > 0:
             came.append(newest)
-            watched.supervisor.stop()
+            watched.supervisor.request_stop()
 
     watched = Watched(run, at_step)
     ending = watched.train()

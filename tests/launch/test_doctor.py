@@ -166,7 +166,7 @@ def test_host_whose_shell_prints_at_start_is_refused_with_the_remedy():
     with pytest.raises(Refusal) as met, Agent(host):
         pass
     with pytest.raises(Refusal) as asked, Probe(host) as probe:
-        probe.describe("cpu", 1)
+        probe.describe_devices("cpu", 1)
     for problem in (met.value.problem, asked.value.problem):
         assert (problem.code, problem.where) == ("host-unreachable", "host far")
         assert "'Welcome to far'" in problem.fact and "~/.bashrc" in problem.remedy

@@ -103,7 +103,7 @@ def test_rank_0_in_the_default_folder_finds_its_corpus_and_first_weights(far, fa
         (linked / path.name).symlink_to(path)
     save(replace(load(far_run.record, RunRecord), initial=str(linked)), far_run.record)
     there = run_folder(far, plan, far_run)
-    RemoteRun(far, plan, far_run, there).send()
+    RemoteRun(far, plan, far_run, there).send_run()
     # What a worker opens is there by now, and nowhere else.
     shutil.rmtree(model)
     shutil.rmtree(linked)
@@ -122,26 +122,26 @@ def test_a_copy_of_the_corpus_that_lacks_bytes_is_sent_again_and_only_from_a_who
 ):
     plan = far_run.load_plan()
     away = RemoteRun(far, plan, far_run, run_folder(far, plan, far_run))
-    away.send()
+    away.send_run()
     copy = on_disk(load(on_disk(away._there.record, tmp_path), RunRecord).corpus, tmp_path)
     source = tmp_path / "corpus"
     whole = (source / "train.bin").read_bytes()
     for damage in (lambda file: file.write_bytes(whole[:10]), Path.unlink):
         damage(copy / "train.bin")
-        away.send()
+        away.send_run()
         assert (copy / "train.bin").read_bytes() == whole
     (copy / "train.bin").unlink()
     manifest = load(source / "corpus.json", CorpusManifest)
     save(tiny.with_checksums(manifest, source), source / "corpus.json")
     (source / "train.bin").write_bytes(bytes(4000) + whole[4000:])
     with pytest.raises(Refusal) as refusal:
-        away.send()
+        away.send_run()
     problem = refusal.value.problem
     assert (problem.code, problem.where) == ("corpus-damaged", str(source / "train.bin"))
     assert problem.remedy == f"farspan prepare {far_run.config}"
     shutil.rmtree(source)
     with pytest.raises(Refusal, match=r"error\[path-missing\]"):
-        away.send()
+        away.send_run()
     assert not (copy / "train.bin").exists()
 
 
@@ -149,7 +149,7 @@ def test_first_weights_that_are_gone_are_named(far, far_run, tmp_path):
     save(replace(load(far_run.record, RunRecord), initial=str(tmp_path / "gone")), far_run.record)
     plan = far_run.load_plan()
     with pytest.raises(Refusal, match=r"error\[path-missing\]"):
-        RemoteRun(far, plan, far_run, run_folder(far, plan, far_run)).send()
+        RemoteRun(far, plan, far_run, run_folder(far, plan, far_run)).send_run()
 
 
 def test_problem_file_of_an_earlier_start_on_a_remote_host_is_ignored(far, tmp_path):
@@ -218,15 +218,15 @@ def test_half_an_event_stays_on_the_host_where_it_was_written(far, far_run, tmp_
     plan = far_run.load_plan()
     there = run_folder(far, plan, far_run)
     away = RemoteRun(far, plan, far_run, there)
-    away.send()
+    away.send_run()
     events = on_disk(there.events, tmp_path)
     whole = first_event(events)
     events.write_bytes(whole + HALF)
-    away.pull()
+    away.pull_events()
     assert far_run.events.read_bytes() == whole
     # The next worker cuts it off.
     events.write_bytes(whole * 2)
-    away.pull()
+    away.pull_events()
     assert far_run.events.read_bytes() == whole * 2
 
 

@@ -15,11 +15,11 @@ from msgspec.structs import replace
 
 from farspan.domain.cluster_json import load_cluster_json, save_cluster_json
 from farspan.domain.memory_kills import (
-    WorkerGroup,
-    group_kills,
-    group_members,
-    machine_kills,
-    own_group,
+    WorkerCgroup,
+    cgroup_members,
+    cgroup_oom_kills,
+    machine_oom_kills,
+    own_cgroup,
 )
 from farspan.domain.problems import Problem
 from farspan.domain.results import Finished
@@ -78,14 +78,14 @@ def test_kill_is_for_memory_only_where_the_workers_own_group_says_so(
     tmp_path, child, machine, kills, others, held, expected
 ):
     folder = recorded(tmp_path / "group", kills, (os.getpid(), child, *others))
-    group = WorkerGroup(folder=str(folder), kills=2, limit=GIB)
+    group = WorkerCgroup(folder=str(folder), kills=2, limit=GIB)
     assert kill_cause(*machine, group, held) == expected
 
 
 def test_kill_is_open_where_the_group_is_not_known_or_has_gone(tmp_path):
     assert kill_cause(7, 8, None, GIB) == "open"
     assert kill_cause(None, None, None, 0) == "open"
-    gone = WorkerGroup(folder=str(tmp_path / "gone"), kills=2, limit=GIB)
+    gone = WorkerCgroup(folder=str(tmp_path / "gone"), kills=2, limit=GIB)
     assert kill_cause(7, 8, gone, GIB) == "open"
 
 
@@ -96,9 +96,9 @@ def test_worker_reads_its_own_group_of_version_2(tmp_path, name):
     proc.mkdir()
     (proc / "cgroup").write_text("0::/user.slice/session-1.scope\n")
     folder = recorded(root / "user.slice" / "session-1.scope", 5, (12, 0), name)
-    group = own_group(proc, root)
+    group = own_cgroup(proc, root)
     assert group is not None and (group.folder, group.kills) == (str(folder), 5)
-    assert 0 < group.limit and group_members(folder) == [12, 0] and group_kills(folder) == 5
+    assert 0 < group.limit and cgroup_members(folder) == [12, 0] and cgroup_oom_kills(folder) == 5
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_worker_reads_its_own_group_of_version_2(tmp_path, name):
 def test_group_of_version_1_or_outside_this_namespace_is_not_known(tmp_path, lines):
     (tmp_path / "cgroup").write_text(lines)
     (tmp_path / "root" / "memory" / "login").mkdir(parents=True)
-    assert own_group(tmp_path, tmp_path / "root") is None
+    assert own_cgroup(tmp_path, tmp_path / "root") is None
 
 
 # -- real kills
@@ -140,10 +140,10 @@ def inside(group: Path) -> tuple[str, ...]:
 
 def kill_a_hog(group: Path) -> None:
     """Another program takes more memory than its group has."""
-    before = machine_kills()
+    before = machine_oom_kills()
     hog = [*inside(group), sys.executable, "-c", "bytearray(2**28)"]
     assert subprocess.run(hog).returncode == -signal.SIGKILL
-    assert before is not None and machine_kills() != before
+    assert before is not None and machine_oom_kills() != before
 
 
 @pytest.mark.slow

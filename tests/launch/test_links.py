@@ -31,7 +31,7 @@ from farspan.launch.processes import run_folder
 from farspan.launch.run_folder_transfer import RemoteRun
 from farspan.launch.run_lock import Lease
 from farspan.report.tensorboard import TensorBoard
-from farspan.retrieval.index_progress import IndexWork
+from farspan.retrieval.index_work import IndexWork
 from farspan.retrieval.stores import StoreLocation
 from farspan.retrieval.stores import load as load_store
 from farspan.runtime import spare
@@ -250,11 +250,11 @@ def test_events_of_a_host_are_not_added_to_what_a_link_leads_to(
     plan = replace(plan, devices=(replace(plan.devices[0], host="far"),))
     there = run_folder(far, plan, run)
     away = RemoteRun(far, plan, run, there)
-    away.send()
+    away.send_run()
     home_of(far, there.events).write_bytes(b"an event\n")
     run.events.symlink_to(diary)
     with pytest.raises(Refusal, match="path-unusable"):
-        away.pull()
+        away.pull_events()
     assert diary.read_text() == "dear diary"
 
 
@@ -267,7 +267,7 @@ def test_linked_checkpoints_of_the_user_s_own_are_sent_to_a_host(
     (tmp_path / "scratch" / "step-00000002" / "manifest.json").write_text("{}")
     run.checkpoints.symlink_to(tmp_path / "scratch")
     there = run_folder(far, plan, run)
-    RemoteRun(far, plan, run, there).send()
+    RemoteRun(far, plan, run, there).send_run()
     sent = home_of(far, there.checkpoints)
     assert (sent / "step-00000002" / "manifest.json").read_text() == "{}"
     assert not sent.is_symlink()

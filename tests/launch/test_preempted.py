@@ -62,7 +62,7 @@ def trained_through(run: RunFolder, harm, at: int = 3) -> tuple[Watched, Finishe
             harm(watched)
         elif recovered and done == ["harm"]:
             done.append("stop")
-            watched.supervisor.stop()
+            watched.supervisor.request_stop()
 
     watched = Watched(run, at_step)
     return watched, watched.train()
@@ -161,7 +161,7 @@ def test_a_signal_to_all_workers_is_a_stop_that_resume_takes_up(tmp_path):
 def test_a_stop_that_comes_with_a_preemption_is_a_stop(tmp_path):
     def harm(watched: Watched) -> None:
         watched.signal(1, signal.SIGTERM)
-        watched.supervisor.stop()
+        watched.supervisor.request_stop()
 
     watched, ending = trained_through(made(tmp_path / "run", TWO), harm)
     if isinstance(ending, Problem):
@@ -205,7 +205,7 @@ def test_a_worker_that_gets_the_signal_before_it_trains_is_preempted_too(tmp_pat
     def at_step(watched: Watched, step: int) -> None:
         if watched.faulted and not asked:
             asked.append(step)
-            watched.supervisor.stop()
+            watched.supervisor.request_stop()
 
     watched = Watched(made(tmp_path / "run", TWO), at_step)
     thread = signalled_at_start(watched, (1,))

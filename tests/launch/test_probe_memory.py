@@ -18,7 +18,7 @@ from farspan.domain.clusterfile import load_cluster
 from farspan.domain.codec import save
 from farspan.domain.problems import Problem
 from farspan.runtime.probing import unit_timing
-from farspan.runtime.probing.rates import device_rates
+from farspan.runtime.probing.rates import measure_device_rates
 from farspan_lab import devices, state
 from tests import tiny
 from tests.launch.conftest import up
@@ -175,7 +175,9 @@ def test_unit_timing_skips_sizes_beyond_the_memory_limit_and_frees_its_memory(mo
 
 def test_a_product_that_does_not_fit_is_left_out():
     device = tiny.plan(tiny_train(SPEC)).devices[0]
-    found = device_rates(device, ((64, 64, 64), (512, 512, 50_000)), ("fp32",), held() + 50_000_000)
+    found = measure_device_rates(
+        device, ((64, 64, 64), (512, 512, 50_000)), ("fp32",), held() + 50_000_000
+    )
     assert [(rate.m, rate.n) for rate in found.rates] == [(64, 64)]
     assert [one.what for one in found.left_out] == ["the product [512, 512] @ [512, 50000]"]
     assert found.bandwidth > 0

@@ -43,7 +43,7 @@ def test_run_that_recovers_from_a_killed_worker_has_the_same_losses(tmp_path, la
             killed.append(max(workers_of(run.run)))
             os.kill(killed[0], signal.SIGKILL)
         elif run.faulted and step == run.faulted[0].step + MORE:
-            run.supervisor.stop()
+            run.supervisor.request_stop()
 
     hurt = train(tmp_path / "hurt" / "run", launcher, kill_then_stop)
     assert len(hurt.faulted) == 1
@@ -52,7 +52,7 @@ def test_run_that_recovers_from_a_killed_worker_has_the_same_losses(tmp_path, la
 
     def stop_at_last(run: Watched, step: int) -> None:
         if step == last:
-            run.supervisor.stop()
+            run.supervisor.request_stop()
 
     calm = train(tmp_path / "calm" / "run", "local", stop_at_last)
     assert hurt.losses == {step: calm.losses[step] for step in range(1, last + 1)}

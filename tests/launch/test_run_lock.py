@@ -61,9 +61,9 @@ def test_next_start_is_numbered_after_what_checkpoints_and_events_tell(
     if content is not None:
         run.epochs.write_bytes(content)
     with Lease(run) as lease:
-        assert lease.begin().number == newest + 1
+        assert lease.begin_epoch().number == newest + 1
         assert lease.mended is not None and f"number {newest}" in lease.mended
-        assert lease.begin().number == newest + 2 and lease.mended is None
+        assert lease.begin_epoch().number == newest + 2 and lease.mended is None
     ledger = read_ledger(run.epochs)
     assert all(ledger.counts(number, 40) for number in range(1, newest + 3))
     assert not any(ledger.counts(number, 41) for number in range(1, newest + 2))
@@ -76,7 +76,7 @@ def test_damaged_manifest_or_checkpoint_folder_hides_no_other(tmp_path):
     (run.checkpoints / "step-00000050").write_bytes(b"")
     run.epochs.write_bytes(b"{")
     with Lease(run) as lease:
-        assert lease.begin().number == 4
+        assert lease.begin_epoch().number == 4
 
 
 def test_first_start_of_a_run_and_those_after_it_have_nothing_to_mend(tmp_path):
@@ -84,4 +84,4 @@ def test_first_start_of_a_run_and_those_after_it_have_nothing_to_mend(tmp_path):
     run.make()
     with Lease(run) as lease:
         for number in (1, 2, 3):
-            assert lease.begin().number == number and lease.mended is None
+            assert lease.begin_epoch().number == number and lease.mended is None

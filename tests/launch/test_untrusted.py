@@ -56,7 +56,7 @@ def sent(far, tmp_path):
     plan = replace(plan, devices=(replace(plan.devices[0], host="far"),))
     run = tiny.run_folder(tmp_path / "run", plan)
     away = RemoteRun(far, plan, run, run_folder(far, plan, run))
-    away.send()
+    away.send_run()
     return run, away, run_folder(far, plan, run)
 
 
@@ -95,7 +95,7 @@ def test_checkpoints_come_back_and_replace_those_of_their_name(sent):
     (there.checkpoints / ".step-00000006.tmp").mkdir()
     (there.checkpoints / ".step-00000006.tmp" / "part-00000.safetensors").write_bytes(b"half")
     checkpoint_files(run.checkpoints / "step-00000004", b"older")
-    away.fetch()
+    away.fetch_checkpoints()
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["best", "step-00000004"]
     assert (run.checkpoints / "step-00000004" / "manifest.json").read_bytes() == b"0" * 100
 
@@ -132,7 +132,7 @@ def test_nothing_but_files_of_checkpoints_is_taken(sent, tmp_path, members):
     before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
     hostile_tar(tmp_path, ("checkpoints/step-9/manifest.json", tarfile.REGTYPE, b"{}"), *members)
     with pytest.raises(Refusal, match="did not come back"):
-        away.fetch()
+        away.fetch_checkpoints()
     assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
 
 
@@ -145,7 +145,7 @@ def test_a_host_cannot_fill_the_disk(sent, tmp_path, monkeypatch):
         tmp_path, ("checkpoints/step-1/part-00000.safetensors", tarfile.REGTYPE, bytes(most + 1))
     )
     with pytest.raises(Refusal, match="which no checkpoints of this plan take"):
-        away.fetch()
+        away.fetch_checkpoints()
     assert not list(run.checkpoints.iterdir())
     # Neither comes to an end by itself.
     assert ask_shell(away._host, "yes", LIMIT_S, most=10**6) is None
@@ -158,7 +158,7 @@ def test_a_host_cannot_fill_the_disk(sent, tmp_path, monkeypatch):
 def test_malformed_event_from_a_remote_host_is_refused(sent, line):
     run, away, there = sent
     there.events.write_bytes(line + b"\n")
-    away.pull()
+    away.pull_events()
     with pytest.raises(Refusal, match="file-unreadable"):
         list(read_events(run.events))
 

@@ -20,7 +20,7 @@ from farspan.domain.trial import Trial
 from farspan.estimate.devices import devices
 from farspan.estimate.estimate_plan import estimate
 from farspan.estimate.network import Network
-from farspan.estimate.scaling_law import loss
+from farspan.estimate.scaling_law import scaling_law_loss
 from farspan.estimate.stage import Costs
 from farspan.planning.learn_slowdowns import Observation, Paced, learn_slowdowns, with_slowdowns
 from farspan.planning.misfit import largest_tried
@@ -314,7 +314,7 @@ def test_loss_for_a_dollar_chooses_the_cheapest_where_the_law_knows_of_no_gain()
     here = cluster((FAST, FAST), (SLOW,), rtt_s=1e-3)
     found = short.rank(here)
     assert all(
-        loss(count_parameters(one.plan.model), one.estimate.tokens_done)
+        scaling_law_loss(count_parameters(one.plan.model), one.estimate.tokens_done)
         > math.log(one.plan.model.vocab_size)
         for one in found.candidates
     )

@@ -33,10 +33,10 @@ from farspan.domain.train import TrainSpec
 from farspan.estimate.between_stages import edges
 from farspan.estimate.estimate_plan import price
 from farspan.estimate.network import Network
-from farspan.estimate.schedule import Hop, simulate
+from farspan.estimate.schedule import Hop, simulate_pipeline
 from farspan.estimate.stage import Costs
 from farspan.estimate.stage_time import stage_time
-from farspan.semantics.pass_order import depths_in_flight, pass_order
+from farspan.semantics.pass_order import depths_in_flight, order_1f1b_passes
 from tests.report.fake_run import CORPUS, MODEL, START, started, write_run
 
 SITES = ("gat", "amst", "star")
@@ -165,7 +165,7 @@ def _lanes(
         return _whole(replica, costs, paces, sums)
     times = [stage_time(costs, stage, stage.rows, replica.microbatches) for stage in replica.stages]
     down, up = edges(replica, costs)
-    found = simulate(
+    found = simulate_pipeline(
         [time.passes.forward * pace for time, pace in zip(times, paces, strict=True)],
         [time.passes.backward * pace for time, pace in zip(times, paces, strict=True)],
         [Hop(hop.busy * by, hop.delay * by) for hop, by in zip(down, links, strict=True)],
@@ -208,7 +208,7 @@ def _whole(
         passes = stage_time(costs, only, rows, replica.microbatches).passes
         at = 0.0
         lane = list[Span]()
-        for kind, i in pass_order(replica.microbatches, 1):
+        for kind, i in order_1f1b_passes(replica.microbatches, 1):
             took = pace * (passes.forward if kind == "forward" else passes.backward)
             lane.append(Span(kind=kind, microbatch=i, start=at, end=at + took))
             at += took

@@ -24,7 +24,7 @@ from farspan.retrieval.build import build
 from farspan.retrieval.embed import Embedder
 from farspan.retrieval.fitting import Task
 from farspan.retrieval.index import Index, IndexManifest, Origin, Recipe
-from farspan.retrieval.index_progress import IndexWork
+from farspan.retrieval.index_work import IndexWork
 from farspan.retrieval.queries import Query
 from farspan.runtime.model.decoder import Decoder, initialize_model
 from tests.retrieval.conftest import make_documents
@@ -144,7 +144,7 @@ if __name__ == "__main__":
     change = int(sys.argv[2])
     halt = [int(n) for n in sys.argv[3:]]
     texts = []
-    streams = Decoder.streams
+    streams = Decoder.residual_streams
 
     def watched(self: Decoder, tokens_BS: torch.Tensor):
         texts.append(len(tokens_BS))
@@ -154,7 +154,7 @@ if __name__ == "__main__":
             sys.stdin.readline()
         return streams(self, tokens_BS)
 
-    Decoder.streams = watched
+    Decoder.residual_streams = watched
     print(BEGUN, flush=True)
     work, _ = make(place, documents=changed(change))
     assert sum(texts) == work.embedded and not halt

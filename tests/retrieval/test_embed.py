@@ -38,7 +38,7 @@ def by_hand(model, tokenizer, texts, corpus) -> np.ndarray:
         found = [max(1, sum(token in other for other in ids)) for token in own]
         weights = np.clip(np.log(len(corpus) / np.array(found)), 1e-3, None)
         with torch.no_grad():
-            streams = list(model.streams(torch.tensor([[tokenizer.end_of_text, *own]])))
+            streams = list(model.residual_streams(torch.tensor([[tokenizer.end_of_text, *own]])))
             streams.append(model.norm(streams[-1]))
         rows.append(
             np.concatenate([weights @ x[0, 1:].double().numpy() / weights.sum() for x in streams])

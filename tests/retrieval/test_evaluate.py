@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from farspan.domain.corpus import Document
-from farspan.retrieval.bm25 import Lexical
+from farspan.retrieval.bm25 import BM25Index
 from farspan.retrieval.evaluate import (
     FUSION_WEIGHTS,
     ModelVectors,
@@ -13,7 +13,7 @@ from farspan.retrieval.evaluate import (
     evaluate,
     format_evaluation,
 )
-from farspan.retrieval.hybrid_ranking import DEPTH, by_document, fuse, query_form
+from farspan.retrieval.hybrid_ranking import DEPTH, best_by_document, fuse_hybrid_scores, query_form
 from farspan.retrieval.queries import MIN_BODY_WORDS, Queries, Query, body_of, choose_queries
 
 
@@ -91,17 +91,20 @@ def test_no_document_answers_both_a_reported_and_a_tuning_query():
 
 
 def test_chunks_give_documents_their_best_and_only_the_nearest_count():
-    scores = by_document([0, 0, 2, 3], np.array([0.1, 0.5, -0.2, 0.3]), 5)
+    scores = best_by_document([0, 0, 2, 3], np.array([0.1, 0.5, -0.2, 0.3]), 5)
     np.testing.assert_allclose(scores, [0.5, 0, 0, 0.3, 0])
-    many = by_document(range(DEPTH * 3), np.arange(DEPTH * 3) + 1.0, DEPTH * 3)
+    many = best_by_document(range(DEPTH * 3), np.arange(DEPTH * 3) + 1.0, DEPTH * 3)
     assert (many > 0).sum() == DEPTH and many[-1] == DEPTH * 3
 
 
 def test_fusion_by_hand():
-    fused = fuse(np.array([4, 2, 0], np.float32), np.array([0, 0.5, 0.9], np.float32), 0.5)
+    fused = fuse_hybrid_scores(
+        np.array([4, 2, 0], np.float32), np.array([0, 0.5, 0.9], np.float32), 0.5
+    )
     np.testing.assert_allclose(fused, [1, 0.75, 0.45])
     np.testing.assert_allclose(
-        fuse(np.zeros(2, np.float32), np.array([0.2, 0.4], np.float32), 1.0), [0.2, 0.4]
+        fuse_hybrid_scores(np.zeros(2, np.float32), np.array([0.2, 0.4], np.float32), 1.0),
+        [0.2, 0.4],
     )
 
 
@@ -145,10 +148,10 @@ def test_systems_are_measured_as_a_plain_loop_does():
 
         return lambda row, query: [max(0, best(row, n)) for n in range(40)]
 
-    lexical = Lexical.build(bodies, result.k1, result.b)
+    lexical = BM25Index.build(bodies, result.k1, result.b)
     found = result.kinds["title"]
     expected = {
-        "bm25": metrics(lambda row, query: lexical.scores(query.text)),
+        "bm25": metrics(lambda row, query: lexical.bm25_scores(query.text)),
         "model": metrics(by_vectors(trained)),
         "untuned": metrics(by_vectors(untrained)),
     }

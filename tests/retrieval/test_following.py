@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from farspan.domain.corpus import Document
-from farspan.retrieval.bm25 import Lexical
+from farspan.retrieval.bm25 import BM25Index
 from farspan.retrieval.embed import Embedder
 from farspan.retrieval.index import DRIFT, Index
 from farspan.retrieval.search import search
@@ -51,9 +51,9 @@ def check(index: Index, documents: list[Document]) -> None:
         (best,) = index.store.search(stored[row], 1).scores
         assert best == pytest.approx(1, abs=1e-3)
     texts = [f"{document.title}\n{document.text}" for document in documents]
-    words = Lexical.build(texts, manifest.fit.k1, manifest.fit.b)
+    words = BM25Index.build(texts, manifest.fit.k1, manifest.fit.b)
     for query in ("socket port", "quokka island", "words that are new"):
-        np.testing.assert_allclose(index.lexical.scores(query), words.scores(query))
+        np.testing.assert_allclose(index.lexical.bm25_scores(query), words.bm25_scores(query))
 
 
 @pytest.fixture

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.retrieval.metrics import bootstrap_interval, hit, mrr, ndcg, recall, relevant_ranks
+from farspan.retrieval.metrics import (
+    bootstrap_interval,
+    hit_rate,
+    mrr,
+    ndcg,
+    recall,
+    relevant_ranks,
+)
 
 
 def test_metrics_are_those_computed_by_hand():
@@ -21,7 +28,7 @@ def test_metrics_are_those_computed_by_hand():
     assert ndcg(np.array([11]), 10) == 0
     assert ndcg(np.array([1, 2]), 10) == 1
     assert ndcg(np.array([2, 20]), 10) == pytest.approx((1 / math.log2(3)) / (1 + 1 / math.log2(3)))
-    assert (hit(np.array([2, 20]), 1), hit(np.array([2, 20]), 10)) == (0, 1)
+    assert (hit_rate(np.array([2, 20]), 1), hit_rate(np.array([2, 20]), 10)) == (0, 1)
 
 
 @given(

@@ -21,7 +21,7 @@ from farspan.retrieval.index import (
     VectorSet,
     read_manifest,
 )
-from farspan.retrieval.index_progress import IndexWork
+from farspan.retrieval.index_work import IndexWork
 from farspan.retrieval.search import (
     SNIPPET_CHARS,
     chance_cosine,
@@ -185,7 +185,7 @@ def test_the_better_system_answers_and_is_named(index, documents, system):
 def test_scores_are_those_of_a_plain_loop(index, documents, system):
     better(index, "fused")
     query = "socket.listen accept"
-    lexical = index.lexical.scores(query)
+    lexical = index.lexical.bm25_scores(query)
     asked = index.embedder.queries([query_form(query)])[0]
     vectors = index.embedder.passages([chunk.indexed for chunk in every_chunk(index)])
     cosine = np.zeros(len(documents))

@@ -13,7 +13,7 @@ import pytest
 
 from farspan.domain.problems import Refusal
 from farspan.retrieval.index import Origin
-from farspan.retrieval.index_progress import IndexWork
+from farspan.retrieval.index_work import IndexWork
 from tests.retrieval import making
 from tests.waiting import LIMIT_S
 
@@ -152,7 +152,10 @@ def test_open_index_keeps_answering_after_another_replaces_it(tmp_path: Path):
     before = old.store.search(query, 10).ids.tolist()
     making.make(folder)
     assert len([entry for entry in folder.iterdir() if entry.is_dir()]) == 1
-    assert old.store.search(query, 10).ids.tolist() == before and old.lexical.scores("socket").any()
+    assert (
+        old.store.search(query, 10).ids.tolist() == before
+        and old.lexical.bm25_scores("socket").any()
+    )
     old.close()
 
 
@@ -190,15 +193,15 @@ def test_leftovers_of_killed_builds_are_removed_by_the_next(tmp_path: Path):
 def test_time_to_go_counts_work_found_on_disk_as_done_but_not_as_speed():
     now = [0.0]
     work = IndexWork(lambda: now[0])
-    work.expect("embedding", 1000)
-    work.start("embedding")
+    work.add_expected("embedding", 1000)
+    work.start_kind("embedding")
     assert work.eta_s() is None
     for _ in range(4):
-        work.did(100, kept=True)
+        work.add_done(100, kept=True)
     assert work.eta_s() is None and work.share == pytest.approx(0.4)
     for _ in range(2):
         now[0] += 5.0
-        work.did(100)
+        work.add_done(100)
     assert work.eta_s() == pytest.approx(400 * 5 / 100)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from farspan.retrieval.index import FitSettings
-from farspan.retrieval.index_progress import IndexWork
+from farspan.retrieval.index_work import IndexWork
 from farspan.retrieval.pairs import Pairs
 from farspan.retrieval.tuning import fit_embedder
 
@@ -29,7 +29,7 @@ def test_steps_are_as_many_as_the_time_is_enough_for(seconds, steps):
     ticks = count()
     shares = []
     work = IndexWork(lambda: float(next(ticks)), lambda work: shares.append(work.share))
-    work.expect("fitting", 40)
+    work.add_expected("fitting", 40)
     fitted = fit_embedder(
         (bags, asked),
         pooled,

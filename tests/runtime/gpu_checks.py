@@ -85,7 +85,7 @@ def check_gradients(device: torch.device, precision: Precision, compiled: bool) 
     """Compare the loss and each gradient of two microbatches with one process in float64."""
     train = TrainSpec(steps=1, batch=ROWS, seq_len=LENGTH, precision=precision, seed=1)
     executor = Executor(Topology(plan(train, device.type, microbatches=2), 0), device)
-    executor.load(initial_parameters(SPEC, 1))
+    executor.load_parameters(initial_parameters(SPEC, 1))
     if compiled:
         compile_blocks(executor.model, device)
     whole = tokens()
@@ -94,7 +94,7 @@ def check_gradients(device: torch.device, precision: Precision, compiled: bool) 
         part = whole[2 * i : 2 * i + 2].to(device)
         return Batch(part[:, :-1], part[:, 1:])
 
-    outcome = executor.gradients(whole.numpy(), read, 1 / (ROWS * LENGTH))
+    outcome = executor.compute_gradients(whole.numpy(), read, 1 / (ROWS * LENGTH))
     reference = Decoder(SPEC, attention="vanilla")
     for name, value in initial_parameters(SPEC, 1):
         load_whole(reference, name, value)
@@ -107,7 +107,7 @@ def check_gradients(device: torch.device, precision: Precision, compiled: bool) 
     norm = math.sqrt(sum(float(gradient.norm()) ** 2 for gradient in exact.values()))
     errors = {}
     for i, name in enumerate(executor.state.names):
-        gradient = executor.state.view(executor.state.grad, i).double().cpu()
+        gradient = executor.state.view_parameter(executor.state.grad, i).double().cpu()
         # One that is almost zero is judged by the norm of all.
         errors[name] = float((gradient - exact[name]).norm()) / (
             float(exact[name].norm()) + 1e-2 * norm
@@ -132,7 +132,7 @@ def check_updates(device: torch.device, optimizer: Optimizer) -> dict[str, float
     on_cpu, losses_on_cpu = weights_after_steps(torch.device("cpu"), train)
     on_device, losses = weights_after_steps(device, train)
     first = Executor(Topology(plan(train, "cpu", microbatches=1), 0), torch.device("cpu"))
-    first.load(initial_parameters(SPEC, 1))
+    first.load_parameters(initial_parameters(SPEC, 1))
     moved = on_cpu - torch.cat([master.clone() for master in first.state.master])
     loss_error = max(abs(a - b) / b for a, b in zip(losses, losses_on_cpu, strict=True))
     movement_error = float((on_device - on_cpu).norm()) / float(moved.norm())
@@ -144,15 +144,15 @@ def check_updates(device: torch.device, optimizer: Optimizer) -> dict[str, float
 def weights_after_steps(device: torch.device, train: TrainSpec) -> tuple[torch.Tensor, list[float]]:
     """The master weights after the steps of `train`, and the summed loss of each step."""
     executor = Executor(Topology(plan(train, device.type, microbatches=1), 0), device)
-    executor.load(initial_parameters(SPEC, 1))
+    executor.load_parameters(initial_parameters(SPEC, 1))
     whole = tokens()
     dropout = Dropout(0.1, torch.arange(ROWS, dtype=torch.int32, device=device))
     batch = Batch(whole[:, :-1].to(device), whole[:, 1:].to(device), dropout)
     losses = []
     for step in range(1, train.steps + 1):
-        outcome = executor.gradients(whole.numpy(), lambda i: batch, 1 / (ROWS * LENGTH))
+        outcome = executor.compute_gradients(whole.numpy(), lambda i: batch, 1 / (ROWS * LENGTH))
         losses.append(outcome.loss)
-        executor.update(train.optimizer, 1e-3, step, max(1.0, outcome.norm))
+        executor.optimizer_step(train.optimizer, 1e-3, step, max(1.0, outcome.norm))
     return torch.cat([master.cpu() for master in executor.state.master]), losses
 
 

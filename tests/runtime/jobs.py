@@ -93,7 +93,7 @@ def trainer(
     """A worker's trainer, with weights of which none is idle; and the events that it emits."""
     events: list[Event] = []
     worker = build(plan, RunFolder(path), group, events.append)
-    worker.executor.load(iter(reference.start(plan.model).items()))
+    worker.executor.load_parameters(iter(reference.start(plan.model).items()))
     yield Trainer(worker, monotonic), events
     for parameter in worker.state.parameters:
         # A hook that knows its parameter's owner would keep both, and all connections, for as long
@@ -111,7 +111,7 @@ def check(group: Group, plan: Plan, path: Path, step: int) -> tuple[Gradients, T
     """The gradients of one step, and then the training from the first."""
     with trainer(group, plan, path) as (made, events):
         found = _gradients(made, step)
-        made.worker.executor.skip()
+        made.worker.executor.skip_step()
         return found, _trained(made, events)
 
 
@@ -192,16 +192,16 @@ def step_while_another_is_away(
         assert outer is not None
         made._train_step(0)
         if group.rank == 0:
-            outer.meet(False)
+            outer.synchronize_replicas(False)
             for step in range(1, steps):
                 made._train_step(step)
             made_them.touch()
         else:
             while not made_them.exists():
                 time.sleep(0.01)
-            outer.meet(False)
-        outer.finish()
-        return [anchor.numpy().copy() for anchor in outer.anchor]
+            outer.synchronize_replicas(False)
+        outer.finish_exchange()
+        return [anchor.numpy().copy() for anchor in outer.synced_parameters]
 
 
 def hand_out(group: Group, plan: Plan, path: Path) -> int:
@@ -220,7 +220,7 @@ def hand_out(group: Group, plan: Plan, path: Path) -> int:
         executor = made.worker.executor
         weights = reference.start(plan.model) if group.rank == 0 else None
         executor.whole.hand_out(executor.state.master, weights)
-        executor.begin()
+        executor.begin_run()
         return max(held)
 
 
@@ -229,7 +229,8 @@ def _gradients(made: Trainer, step: int) -> Gradients:
     whole = made.worker.executor.whole
     state = made.worker.state
     found = [
-        whole.collect(state.grad, replica) for replica in range(len(made.worker.plan.replicas))
+        whole.collect_parameters(state.grad, replica)
+        for replica in range(len(made.worker.plan.replicas))
     ]
     return Gradients(
         outcome.loss / valid,
@@ -278,7 +279,7 @@ def table(group: Group, plan: Plan, path: Path) -> NDArray[np.float32] | None:
         _trained(made, events)
         state = made.worker.state
         return (
-            state.view(state.master, state.names.index(TABLE)).numpy().copy()
+            state.view_parameter(state.master, state.names.index(TABLE)).numpy().copy()
             if TABLE in state.names
             else None
         )
@@ -288,7 +289,7 @@ def staying(group: Group, plan: Plan, path: Path) -> list[str]:
     """Parameters of blocks that this worker has gathered before any block is needed."""
     with trainer(group, plan, path) as (made, _):
         state = made.worker.state
-        made.worker.executor.param_gather.begin()
+        made.worker.executor.param_gather.begin_passes()
         here = [
             b
             for b, bucket in enumerate(state.buckets)
@@ -315,14 +316,14 @@ def build_beside_a_hostile_peer(group: Group, plan: Plan, path: Path, marker: Pa
     """Rank 1 sends an object where the others say what they own, in the way in which torch
     exchanges objects."""
     if group.rank == 1:
-        full_state.gather_bytes = lambda *given: dist.all_gather_object(
+        full_state.all_gather_bytes = lambda *given: dist.all_gather_object(
             [None] * len(plan.devices), RunsWhenUnpickled(marker)
         )
     try:
         with trainer(group, plan, path):
             pass
     finally:
-        full_state.gather_bytes = collective.gather_bytes
+        full_state.all_gather_bytes = collective.all_gather_bytes
 
 
 def read(group: Group, plan: Plan, path: Path, first: int, stop: int) -> tuple[LossSums, list[int]]:

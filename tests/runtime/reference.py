@@ -29,9 +29,9 @@ from farspan.domain.train import Schedule, TrainSpec
 from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.model.dropout import Dropout
 from farspan.runtime.training.sample_order import (
-    Order,
     ReshuffledWindows,
-    Windows,
+    SampleOrder,
+    TokenWindows,
     dropout_seeds,
     mask,
 )
@@ -48,16 +48,16 @@ def kept(x_BSD: Tensor, place: int) -> Tensor:
 class Data(NamedTuple):
     """A corpus, in windows and in the order of a run of `spec`."""
 
-    train: Windows
-    val: Windows
-    order: Order
+    train: TokenWindows
+    val: TokenWindows
+    order: SampleOrder
     spec: TrainSpec
     vocabulary: int
 
     @classmethod
     def of(cls, corpus: Path, train: TrainSpec) -> Data:
         windows, val = (
-            Windows(np.fromfile(corpus / f"{n}.bin", "<u2"), train.seq_len)
+            TokenWindows(np.fromfile(corpus / f"{n}.bin", "<u2"), train.seq_len)
             for n in ("train", "val")
         )
         if train.regular.reshuffle:
@@ -67,7 +67,7 @@ class Data(NamedTuple):
         return cls(
             windows,
             val,
-            Order(windows.count, train.seed, train.regular.reshuffle),
+            SampleOrder(windows.count, train.seed, train.regular.reshuffle),
             train,
             vocabulary,
         )

@@ -95,10 +95,12 @@ class Machine:
         return seconds
 
     def read(self, tokens: int) -> None:
-        self.budget.validated(tokens, self.spend(self.forward * self.step_s / 1024 * tokens))
+        self.budget.measure_validation(
+            tokens, self.spend(self.forward * self.step_s / 1024 * tokens)
+        )
 
     def save(self) -> None:
-        self.budget.saved(self.spend(self.save_s))
+        self.budget.measure_save(self.spend(self.save_s))
 
     def train(self) -> int:
         """The steps that were made when all had ended."""
@@ -108,7 +110,7 @@ class Machine:
         heard = []
         self.now = self.first_s
         while step < steps:
-            share = self.budget.followed(step, steps)
+            share = self.budget.lr_progress(step, steps)
             self.rates.append(
                 learning_rate(
                     self.schedule,
@@ -124,7 +126,7 @@ class Machine:
             step += 1
             self.steps_seen.append(steps)
             together = step % self.every == 0 or step >= steps
-            unknown = self.budget.stepped(step) if together or step == 1 else False
+            unknown = self.budget.measure_step(step) if together or step == 1 else False
             if not together:
                 continue
             if unknown and step > 1:
@@ -367,14 +369,14 @@ def test_last_validation_reads_all_where_the_machine_has_become_faster():
     now = [92.0]
     train = replace(TRAIN, steps=50, deadline_s=100.0)
     budget = TimeBudget(train, RunWork(step_tokens=1024), lambda: now[0])
-    budget.saved(60.0)
-    budget.validated(1000, 10.0)
-    budget.saved(0.2)
-    budget.validated(1000, 0.01)
+    budget.measure_save(60.0)
+    budget.measure_validation(1000, 10.0)
+    budget.measure_save(0.2)
+    budget.measure_validation(1000, 0.01)
     assert budget.more_windows(WINDOW, least=4, unread=100) == 100
     # One slow save, or one slow validation, does not end it either.
-    budget.saved(60.0)
-    budget.validated(1000, 10.0)
+    budget.measure_save(60.0)
+    budget.measure_validation(1000, 10.0)
     now[0] = 60.0
     assert budget.more_windows(WINDOW, least=4, unread=100) > 0
     # Where the time is up it ends.

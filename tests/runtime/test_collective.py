@@ -39,7 +39,7 @@ def stand_still():
 
 with Group(rank, world, torch.device("cpu"), connect_workers(rank, world, SECRET)) as group:
     group.watch(lost)
-    group.sum(1.0)
+    group.all_reduce_sum(1.0)
 """
 
 
@@ -72,8 +72,8 @@ def members(
 def test_texts_are_gathered_also_where_some_have_none(texts):
     with members(
         2,
-        f"print(group.gather_text({texts!r}[rank]), group.share({texts!r}[0].encode()), "
-        "flush=True)",
+        f"print(group.all_gather_text({texts!r}[rank]), "
+        f"group.broadcast_bytes({texts!r}[0].encode()), flush=True)",
     ) as two:
         said = [process.communicate(timeout=LIMIT_S)[0].strip() for process in two]
     assert said == [f"{list(texts)} {texts[0].encode()!r}"] * 2
@@ -82,7 +82,7 @@ def test_texts_are_gathered_also_where_some_have_none(texts):
 def test_a_busy_worker_is_waited_for_far_longer_than_a_silent_one():
     """Here in the exchange by which workers part."""
     program = f"""
-assert group.gather(rank) == [0.0, 1.0, 2.0]
+assert group.all_gather(rank) == [0.0, 1.0, 2.0]
 if rank == 0:
     time.sleep({2 * SILENCE_S})
 """
@@ -95,7 +95,7 @@ def test_a_worker_that_stands_still_is_lost_and_named(still):
     program = f"""
 if rank == {still}:
     stand_still()
-group.sum(1.0)
+group.all_reduce_sum(1.0)
 """
     with members(3, program) as started:
         others = [rank for rank in range(3) if rank != still]
@@ -112,7 +112,7 @@ if rank == 2:
     stand_still()
 if rank == 0:
     collective.dist.recv(torch.zeros(1), 1)  # Rank 1 ends first.
-group.sum(1.0)
+group.all_reduce_sum(1.0)
 """
     with members(3, program) as started:
         for rank in (0, 1):
@@ -127,14 +127,14 @@ def test_a_step_that_does_not_end_is_a_fault_though_all_live_and_what_lies_betwe
 heartbeat.STALL_S, heartbeat.STALL_TIMES = 4.0, 3.0
 for _ in range(4):
     with group.step():
-        group.sum(1.0)
+        group.all_reduce_sum(1.0)
 time.sleep(6.0)
-group.sum(1.0)
+group.all_reduce_sum(1.0)
 print("saved", flush=True)
 with group.step():
     if rank == 1:
         time.sleep(1000.0)
-    group.sum(1.0)
+    group.all_reduce_sum(1.0)
 """
     with members(3, program) as started:
         ended = [process.wait(LIMIT_S) for process in started]
@@ -148,8 +148,8 @@ with group.step():
 def test_workers_on_heterogeneous_devices_communicate_over_gloo():
     program = """
 assert collective.dist.get_backend() == "gloo"
-assert group.sum(rank, 1.0) == [1.0, 2.0]
-assert group.share(bytes([7]) if rank == 0 else b"") == bytes([7])
+assert group.all_reduce_sum(rank, 1.0) == [1.0, 2.0]
+assert group.broadcast_bytes(bytes([7]) if rank == 0 else b"") == bytes([7])
 """
     mixed = MEMBER.replace('torch.device("cpu")', 'torch.device(("cuda", "cpu")[rank])')
     with members(2, program, mixed) as started:
@@ -250,7 +250,7 @@ if rank == 1:
 with group.writing:
     time.sleep({3 * SILENCE_S})
     print("written", flush=True)
-group.sum(1.0)
+group.all_reduce_sum(1.0)
 """
     with members(2, program) as started:
         assert started[0].wait(LIMIT_S) == 3
@@ -263,9 +263,9 @@ heartbeat.SILENCE_S = 10_000.0
 if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 try:
-    group.sum(1.0)
+    group.all_reduce_sum(1.0)
 except RuntimeError:
-    group.leave()
+    group.announce_exit()
     os._exit(4)  # As a worker ends.
 """
     with members(2, program) as started:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from farspan.corpus import tokenizer as tokenizers
 from farspan.runtime.model.decoder import Decoder, initial_parameters
-from farspan.runtime.model.generate import _sample_token, generate
+from farspan.runtime.model.generate import _sample_top_k, generate
 from farspan.runtime.model.kv_cache import KVCache
 from tests import tiny
 
@@ -44,15 +44,15 @@ def test_states_are_those_of_the_whole_sequence(spec, parts):
     model = model_of(spec)
     tokens = torch.randint(0, 300, (12,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        whole_SD = model.hidden(tokens[None])[0]
+        whole_SD = model.hidden_states(tokens[None])[0]
     cache = KVCache(model)
     at = 0
     for size in parts:
-        state_D = cache.append(tokens[at : at + size])
+        state_D = cache.append_tokens(tokens[at : at + size])
         at += size
         assert torch.allclose(state_D, whole_SD[at - 1], atol=1e-5)
     with pytest.raises(ValueError, match="context"):
-        cache.append(torch.zeros(spec.context, dtype=torch.long))
+        cache.append_tokens(torch.zeros(spec.context, dtype=torch.long))
 
 
 @pytest.mark.parametrize("spec", [GPT2, LLAMA])
@@ -70,9 +70,9 @@ def test_tokens_are_those_of_windows_computed_whole(spec, temperature, top_k):
         first = len(ids)
         while len(ids) < first + 60 and (len(ids) == first or ids[-1] != tokenizer.end_of_text):
             with torch.no_grad():
-                state_D = model.hidden(torch.tensor([ids[-spec.context :]]))[0, -1]
+                state_D = model.hidden_states(torch.tensor([ids[-spec.context :]]))[0, -1]
                 logits_V = (model.head_VD @ state_D)[: tokenizer.vocab_size]
-            ids.append(_sample_token(logits_V, temperature, top_k, random))
+            ids.append(_sample_top_k(logits_V, temperature, top_k, random))
         assert text == tokenizer.decode(
             [token for token in ids[first:] if token != tokenizer.end_of_text]
         )

@@ -156,7 +156,7 @@ if rank == 0:
         store = store.underlying_store
     print(store.port, flush=True)
 while True:
-    group.sum(1.0)
+    group.all_reduce_sum(1.0)
     time.sleep(0.01)
 """
     with members(2, program) as (first, second):

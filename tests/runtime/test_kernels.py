@@ -61,7 +61,7 @@ def test_head_loss_equals_cross_entropy_however_it_is_chunked(monkeypatch, chunk
     x = torch.randn(37, 12, requires_grad=True)
     weight = torch.randn(50, 12, requires_grad=True)
     targets = torch.randint(-1, 50, (37,))
-    ours = kernels.head_loss(x, weight, targets) / 7
+    ours = kernels.head_cross_entropy(x, weight, targets) / 7
     reference = F.cross_entropy(x @ weight.T, targets, ignore_index=-1, reduction="sum") / 7
     torch.testing.assert_close(ours, reference)
     for mine, theirs in zip(
@@ -77,7 +77,7 @@ def test_head_loss_in_bf16_stays_within_bf16_of_fp32():
     weight = torch.randn(1000, 64) * 0.1
     targets = torch.randint(0, 1000, (256,))
     exact = F.cross_entropy(x @ weight.T, targets, reduction="sum")
-    ours = kernels.head_loss(x.bfloat16(), weight.bfloat16(), targets)
+    ours = kernels.head_cross_entropy(x.bfloat16(), weight.bfloat16(), targets)
     assert ours.dtype == torch.float32
     assert abs(float(ours - exact)) / float(exact) < 2**-8
 
@@ -91,22 +91,24 @@ def test_head_loss_makes_gradients_only_where_they_are_asked_for(monkeypatch):
         torch, "mm", lambda *given, **more: products.append(given) or plain(*given, **more)
     )
     with torch.no_grad():
-        validated = kernels.head_loss(x, weight, torch.arange(6))
+        validated = kernels.head_cross_entropy(x, weight, torch.arange(6))
     assert len(products) == 1 and not validated.requires_grad
     assert (
-        float(kernels.head_loss(x, weight, torch.arange(6))) == float(validated)
+        float(kernels.head_cross_entropy(x, weight, torch.arange(6))) == float(validated)
         and len(products) == 4
     )
 
 
 def test_head_loss_of_uniform_logits_is_log_v():
-    loss = kernels.head_loss(torch.zeros(5, 4), torch.randn(11, 4), torch.tensor([0, 3, -1, 10, 5]))
+    loss = kernels.head_cross_entropy(
+        torch.zeros(5, 4), torch.randn(11, 4), torch.tensor([0, 3, -1, 10, 5])
+    )
     assert float(loss) == pytest.approx(4 * math.log(11))
 
 
 def test_head_loss_with_nothing_to_predict_is_zero():
     x = torch.randn(3, 4, requires_grad=True)
-    loss = kernels.head_loss(x, torch.randn(11, 4), torch.tensor([-1, -1, -1]))
+    loss = kernels.head_cross_entropy(x, torch.randn(11, 4), torch.tensor([-1, -1, -1]))
     loss.backward()
     assert float(loss.detach()) == 0
     assert not x.grad.any()
@@ -119,10 +121,10 @@ def test_a_head_with_rows_of_zeros_behind_it_is_the_same_head(monkeypatch):
     targets = torch.randint(77, (300,))
     targets[5] = -1
     monkeypatch.setattr(kernels, "LOGITS_CHUNK_BYTES", 80 * 77 * 8)
-    alone = kernels.head_loss(x, weight, targets)
+    alone = kernels.head_cross_entropy(x, weight, targets)
     alone_grads = torch.autograd.grad(alone, [x, weight])
     monkeypatch.setattr(kernels, "_pad_vocabulary", lambda V, device: 128)
-    padded = kernels.head_loss(x, weight, targets)
+    padded = kernels.head_cross_entropy(x, weight, targets)
     padded_grads = torch.autograd.grad(padded, [x, weight])
     torch.testing.assert_close(padded, alone, rtol=1e-12, atol=0)
     for ours, reference in zip(padded_grads, alone_grads, strict=True):

@@ -327,8 +327,8 @@ def test_quantization_residual_is_sent_in_full_when_it_is_flushed(bits: int):
     for step in range(6):
         x = torch.randn(5000, generator=generator)
         total += x
-        data = feedback.settle_("a", x) if step == 5 else feedback.encode_("a", x)
-        came = (FP32_CODEC if step == 5 else feedback.codec).decode(data, 5000)
+        data = feedback.flush_residual_("a", x) if step == 5 else feedback.quantize_("a", x)
+        came = (FP32_CODEC if step == 5 else feedback.codec).dequantize(data, 5000)
         assert torch.equal(came, x), "both ends add the same"
         sent += came
     assert torch.allclose(sent, total, atol=1e-5) and not feedback.residuals

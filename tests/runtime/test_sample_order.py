@@ -13,26 +13,26 @@ from farspan.domain.train import TrainSpec
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.model.dropout import Dropout
 from farspan.runtime.training.sample_order import (
-    Order,
     ReshuffledWindows,
-    Windows,
+    SampleOrder,
+    TokenWindows,
     dropout_seeds,
     mask,
-    permute,
+    shuffle_index,
 )
 from tests import tiny
 
 
 @given(size=st.integers(1, 5000), seed=st.integers(0, 2**31), epoch=st.integers(0, 1000))
 def test_permute_is_a_bijection(size, seed, epoch):
-    out = permute(np.arange(size, dtype=np.uint64), size, seed, epoch)
+    out = shuffle_index(np.arange(size, dtype=np.uint64), size, seed, epoch)
     assert sorted(out) == list(range(size))
 
 
 def test_permute_mixes_and_depends_on_seed_and_epoch():
     index = np.arange(1000, dtype=np.uint64)
-    base = permute(index, 1000, 1, 0)
-    for other in (permute(index, 1000, 2, 0), permute(index, 1000, 1, 1), index):
+    base = shuffle_index(index, 1000, 1, 0)
+    for other in (shuffle_index(index, 1000, 2, 0), shuffle_index(index, 1000, 1, 1), index):
         assert (base == other).mean() < 0.02
     # Neighbours must not stay neighbours: a correlated order would make every batch a single
     # document.
@@ -40,21 +40,21 @@ def test_permute_mixes_and_depends_on_seed_and_epoch():
 
 
 def test_permute_evaluates_single_indices_like_whole_ranges():
-    whole = permute(np.arange(777, dtype=np.uint64), 777, 5, 3)
-    assert [permute(np.array([i], np.uint64), 777, 5, 3)[0] for i in (0, 1, 500, 776)] == list(
-        whole[[0, 1, 500, 776]]
-    )
+    whole = shuffle_index(np.arange(777, dtype=np.uint64), 777, 5, 3)
+    assert [
+        shuffle_index(np.array([i], np.uint64), 777, 5, 3)[0] for i in (0, 1, 500, 776)
+    ] == list(whole[[0, 1, 500, 776]])
 
 
 def test_permute_needs_no_memory_for_huge_ranges():
-    out = permute(np.array([0, 1, 2**40], np.uint64), 2**40 + 1, 0, 0)
+    out = shuffle_index(np.array([0, 1, 2**40], np.uint64), 2**40 + 1, 0, 0)
     assert len(set(out.tolist())) == 3
     assert all(value <= 2**40 for value in out)
 
 
 @given(tokens=st.integers(2, 400), seq_len=st.integers(1, 50))
 def test_windows_predict_every_token_but_the_first_exactly_once(tokens, seq_len):
-    windows = Windows(np.arange(tokens, dtype=np.uint16), seq_len)
+    windows = TokenWindows(np.arange(tokens, dtype=np.uint16), seq_len)
     inputs, targets = windows.read(np.arange(windows.count, dtype=np.uint64))
     valid = targets >= 0
     assert sorted(targets[valid]) == list(range(1, tokens))
@@ -72,7 +72,7 @@ def test_windows_predict_every_token_but_the_first_exactly_once(tokens, seq_len)
 def test_every_window_of_every_epoch_exactly_once_over_all_ranks(
     windows, rows, seed, epochs, micro_rows
 ):
-    order = Order(windows, seed)
+    order = SampleOrder(windows, seed)
     batch = sum(rows)
     steps = -(-windows * epochs // batch)
     samples = np.concatenate(
@@ -86,7 +86,7 @@ def test_every_window_of_every_epoch_exactly_once_over_all_ranks(
 
 
 def test_the_same_samples_whatever_the_split_over_ranks():
-    order = Order(97, seed=3)
+    order = SampleOrder(97, seed=3)
     one = order.window(np.concatenate(samples_of(5, (12,))))
     many = order.window(np.concatenate(samples_of(5, (5, 1, 4, 2))))
     assert sorted(one) == sorted(many)
@@ -109,7 +109,7 @@ def test_a_later_epoch_reads_every_document_whole_in_another_order(lengths, seq_
     # Each document is its number, and ends with 0.
     documents = [[k + 1] * (n - 1) + [0] for k, n in enumerate(lengths)]
     windows = ReshuffledWindows(np.concatenate(documents), seq_len, ends, seed)
-    plain = Windows(windows.tokens, seq_len)
+    plain = TokenWindows(windows.tokens, seq_len)
     total = int(ends[-1])
     orders = set()
     for epoch in range(4):

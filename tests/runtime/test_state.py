@@ -11,7 +11,7 @@ from farspan.domain.train import Optimizer, Schedule
 from farspan.models import preset, presets
 from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.state.train_state import TrainState
-from farspan.runtime.state.zero_buckets import ZeroDivision, decay_segment, divide_buckets
+from farspan.runtime.state.zero_buckets import ZeroDivision, divide_buckets, weight_decay_segment
 from farspan.semantics.lr_schedule import learning_rate
 
 
@@ -37,11 +37,11 @@ def test_updates_equal_torch_adamw_with_decay_on_matrices_only():
         x = torch.randn(4, 5)
         for model in (ours, reference):
             (model(x) ** 2).sum().backward()
-        norm = math.sqrt(state.square_sum())
+        norm = math.sqrt(state.squared_grad_norm())
         assert norm == pytest.approx(
             float(nn.utils.clip_grad_norm_(reference.parameters(), 0.5)), rel=1e-5
         )
-        state.update(optimizer, 1e-2, step, max(1.0, norm / 0.5))
+        state.optimizer_step(optimizer, 1e-2, step, max(1.0, norm / 0.5))
         adamw.step()
         adamw.zero_grad()
         for mine, theirs in zip(ours.parameters(), reference.parameters(), strict=True):
@@ -49,7 +49,7 @@ def test_updates_equal_torch_adamw_with_decay_on_matrices_only():
     with pytest.raises(
         RuntimeError, match="got no gradient"
     ):  # Nor would the last step's be used again.
-        state.update(optimizer, 1e-2, 6, 1.0)
+        state.optimizer_step(optimizer, 1e-2, 6, 1.0)
 
 
 @pytest.mark.parametrize(("precision", "bound"), [("bf16", 0.02), ("fp32", 1e-5)])
@@ -69,11 +69,12 @@ def test_gradients_accumulate_in_fp32_over_backward_passes_until_cleared(precisi
         for i, name in enumerate(state.names):
             assert (
                 float(
-                    (state.view(state.grad, i) - exact[name].grad).norm() / exact[name].grad.norm()
+                    (state.view_parameter(state.grad, i) - exact[name].grad).norm()
+                    / exact[name].grad.norm()
                 )
                 < bound
             )
-        state.clear()
+        state.clear_gradients()
 
 
 def test_masters_stay_fp32_and_small_updates_are_not_lost_to_bf16():
@@ -85,7 +86,7 @@ def test_masters_stay_fp32_and_small_updates_are_not_lost_to_bf16():
     for step in range(1, 11):
         state.parameters[0].sum().backward()
         assert (grad == 1.0).all()
-        state.update(Optimizer(weight_decay=0.0), 1e-5, step, 1.0)
+        state.optimizer_step(Optimizer(weight_decay=0.0), 1e-5, step, 1.0)
     torch.testing.assert_close(before - master, torch.full_like(before, 1e-4), rtol=1e-2, atol=0)
     assert model.weight.dtype == torch.bfloat16
     assert torch.equal(model.weight.flatten(), master.bfloat16())
@@ -184,7 +185,7 @@ def test_parameters_of_any_shape_begin_at_16_bytes_inside_their_bucket(bucket_by
             updated = [
                 piece.start
                 for decayed in (True, False)
-                if (piece := decay_segment(bucket, decayed))
+                if (piece := weight_decay_segment(bucket, decayed))
             ]
             assert all(2 * start % 16 == 0 for start in (*bucket.starts, bucket.size, *updated)), (
                 bucket
@@ -226,4 +227,4 @@ def test_bucket_padding_stays_zero_and_counts_in_no_norm(zero):
         assert filling.any() and not full[filling].any()
         full[filling] = math.nan  # As a codec leaves it beside an infinity.
         state.collected[0] = full if zero < 2 else None
-        state.clear()
+        state.clear_gradients()

@@ -13,7 +13,7 @@ from farspan.domain.train import Optimizer, Schedule, TrainSpec
 from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.training.loss_outlier import FIRST_STEPS, PATIENCE, LossOutliers
-from farspan.runtime.training.sample_order import Order, Windows
+from farspan.runtime.training.sample_order import SampleOrder, TokenWindows
 from tests import tiny
 
 SEQ_LEN = 32
@@ -47,7 +47,9 @@ def test_random_loss_fluctuations_do_not_reach_the_patience_for_outliers(rows):
     rng = np.random.default_rng(sum(rows))
     for _ in range(5):
         strays = LossOutliers(replica(*rows), SEQ_LEN)
-        found = [strays.look(drawn(rng, rows, level=4 + 5 * 0.99**step)) for step in range(2000)]
+        found = [
+            strays.find_outlier(drawn(rng, rows, level=4 + 5 * 0.99**step)) for step in range(2000)
+        ]
         assert max((one.steps for one in found if one), default=0) < PATIENCE
 
 
@@ -55,34 +57,34 @@ def test_rank_whose_loss_stays_far_above_is_named_at_every_step():
     rng = np.random.default_rng(0)
     strays = LossOutliers(replica(8, 8, 4), SEQ_LEN)
     for _ in range(FIRST_STEPS):
-        strays.look(drawn(rng, (8, 8, 4)))
+        strays.find_outlier(drawn(rng, (8, 8, 4)))
     found = []
     for _ in range(PATIENCE):
         losses = drawn(rng, (8, 8, 4))
         losses[2] += 5.0 * 4 * SEQ_LEN
-        found.append(strays.look(losses))
+        found.append(strays.find_outlier(losses))
     assert [(one.rank, one.steps) for one in found] == [(2, step + 1) for step in range(PATIENCE)]
     assert found[0].loss == pytest.approx(9, abs=1.5) and found[0].others == pytest.approx(4, abs=1)
-    assert strays.look(drawn(rng, (8, 8, 4))) is None
+    assert strays.find_outlier(drawn(rng, (8, 8, 4))) is None
 
 
 def test_loss_jump_of_all_ranks_or_of_a_single_worker_is_no_outlier():
     rng = np.random.default_rng(0)
     strays = LossOutliers(replica(8, 8), SEQ_LEN)
-    assert [strays.look(drawn(rng, (8, 8), level=4 + 6 * (step > 50))) for step in range(100)] == [
-        None
-    ] * 100
+    assert [
+        strays.find_outlier(drawn(rng, (8, 8), level=4 + 6 * (step > 50))) for step in range(100)
+    ] == [None] * 100
     alone = LossOutliers(replica(8), SEQ_LEN)
-    assert [alone.look(drawn(rng, (8,), level=4 + 6 * (step > 50))) for step in range(100)] == [
-        None
-    ] * 100
+    assert [
+        alone.find_outlier(drawn(rng, (8,), level=4 + 6 * (step > 50))) for step in range(100)
+    ] == [None] * 100
 
 
 def test_workers_end_where_the_loss_of_one_stays_far_above(tmp_path):
     """What rank 1 reads from some step on is noise to the model; all other text is learnt."""
     plan = tiny.plan(TRAIN, rows=(4, 4))
     tokens = np.arange(TRAIN.batch * TRAIN.steps * TRAIN.seq_len + 1, dtype="<u2") * 7 % 200
-    order = Order(Windows(tokens, TRAIN.seq_len).count, TRAIN.seed)
+    order = SampleOrder(TokenWindows(tokens, TRAIN.seq_len).count, TRAIN.seed)
     noise = np.random.default_rng(0)
     for step in range(SPOILT, TRAIN.steps):
         for window in order.window(np.concatenate(Topology(plan, 1).samples(step))):

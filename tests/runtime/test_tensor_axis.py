@@ -188,10 +188,10 @@ def steps(parts: list[Decoder], case: Case) -> Tensor:
     x, targets = batch(case)
     passed = []
     for part in parts[:-1]:
-        y = part.advance(x)
+        y = part.forward_blocks(x)
         x = y.detach().requires_grad_()
         passed.append((y, x))
-    loss = parts[-1].finish(parts[-1].advance(x), targets)
+    loss = parts[-1].summed_loss(parts[-1].forward_blocks(x), targets)
     loss.backward()
     for y, x in reversed(passed):
         y.backward(x.grad)
@@ -392,7 +392,7 @@ def test_every_part_starts_with_the_values_of_the_whole_model(case):
             for name, parameter in part.named_parameters():
                 wanted = whole.get_parameter(name)
                 cut = part.slices.get(name)
-                assert torch.equal(parameter, wanted if cut is None else cut.of(wanted))
+                assert torch.equal(parameter, wanted if cut is None else cut.copy_from(wanted))
                 for start, stop in cut.ranges if cut else ():
                     times = covered.setdefault((stage, name), torch.zeros(wanted.shape))
                     times.narrow(cut.dim, start, stop - start).add_(1)
@@ -435,7 +435,7 @@ def test_tensor_axis_refuses_heads_units_or_rows_that_do_not_divide_evenly():
         Decoder(spec("gpt2", 2), axis=TensorAxis(None, 2, 0, {"attn": "f"}))
     model = Decoder(spec("gpt2", 2), axis=TensorAxis(None, 2, 0, {"tok": "b", RESIDUAL: "b"}))
     with pytest.raises(ValueError, match="3 cannot be divided evenly"):
-        model.advance(torch.zeros(3, 2, dtype=torch.long))
+        model.forward_blocks(torch.zeros(3, 2, dtype=torch.long))
 
 
 def test_an_axis_of_one_rank_is_none():

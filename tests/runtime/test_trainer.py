@@ -199,13 +199,13 @@ def test_fp16_steps_that_overflow_are_no_updates_of_the_optimizer(make, monkeypa
     resumption."""
     monkeypatch.setattr(trainer, "FIRST_LOSS_SCALE", 2.0**30)
     counted = []
-    update = TrainState.update
+    update = TrainState.optimizer_step
 
     def counting(state, optimizer, lr, step, divisor):
         counted.append(step)
         update(state, optimizer, lr, step, divisor)
 
-    monkeypatch.setattr(TrainState, "update", counting)
+    monkeypatch.setattr(TrainState, "optimizer_step", counting)
     run = make("run", precision="fp16", steps=40)
     first = Start(run, until=25)
     second = Start(run)

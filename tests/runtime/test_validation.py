@@ -24,7 +24,7 @@ from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.time_budget import SAMPLES, VALIDATION
 from farspan.runtime.training import validation
-from farspan.runtime.training.sample_order import Windows
+from farspan.runtime.training.sample_order import TokenWindows
 from farspan.runtime.training.validation import LossSums, MeasuredLoss, Validation
 from tests import tiny
 from tests.runtime import jobs, reference, stored_tensors
@@ -58,7 +58,7 @@ def run_of(tmp_path: Path, name: str = "run", **changes) -> RunFolder:
     return tiny.run_folder(tmp_path / name, tiny.plan(train))
 
 
-def direct(weights: dict[str, torch.Tensor], windows: Windows, chosen) -> list[float]:
+def direct(weights: dict[str, torch.Tensor], windows: TokenWindows, chosen) -> list[float]:
     """The summed loss of each window, in float64."""
     model = Decoder(tiny.SPEC, attention="vanilla").double()
     model.load_state_dict(weights)
@@ -254,7 +254,7 @@ def test_workers_together_read_each_validation_window_once(fleet: Fleet, folder:
     sums = found[0][0]
     manifest = load(RunFolder(case.path).corpus, CorpusManifest)
     tokens = np.fromfile(case.path.parent / "corpus" / "val.bin", "<u2")
-    val = Windows(tokens, case.plan.train.seq_len)
+    val = TokenWindows(tokens, case.plan.train.seq_len)
     chosen = validation.permute(np.arange(10, dtype=np.uint64), val.count, validation.SEED, 0)
     assert (
         Counter(w for _, mine in found for w in mine) == Counter(chosen.tolist())
@@ -310,7 +310,7 @@ def test_only_validations_that_are_worse_by_more_than_chance_count_against_patie
         sums = LossSums(
             100, 100 * S, losses.sum(), (losses**2).sum(), (losses * S).sum(), 100.0 * S * S
         )
-        return judging.judge(step, MeasuredLoss(sums, sums, False, False, 0.0))
+        return judging.update_best(step, MeasuredLoss(sums, sums, False, False, 0.0))
 
     made.state.best_loss = None
     made.state.stale = 0

@@ -19,7 +19,7 @@ import pytest
 from farspan import models
 from farspan.domain.engine import load_engine
 from farspan.domain.train import TrainSpec
-from farspan.estimate.scaling_law import loss
+from farspan.estimate.scaling_law import scaling_law_loss
 from farspan.planning.select import SelectionTask
 from farspan.planning.size import fitted_shape
 from farspan.planning.why import costs_of
@@ -286,7 +286,7 @@ def test_a_budget_buys_the_loss_of_the_tokens_that_it_buys():
     (line,) = chart.series
     rate = max(one.tokens_per_usd for one in study() if one.tokens_per_usd is not None)
     for usd, nats in zip(chart.x.values, line.values, strict=True):
-        assert nats == pytest.approx(loss(10**6, usd * rate))
+        assert nats == pytest.approx(scaling_law_loss(10**6, usd * rate))
     assert chart.x.log and list(line.values) == sorted(line.values, reverse=True)
     assert results.budgets(results.points([row(status="failed")])) is None
 

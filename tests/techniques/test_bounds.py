@@ -15,7 +15,7 @@ from farspan import models
 from farspan.domain.cluster import Cluster
 from farspan.domain.engine import load_engine
 from farspan.estimate.estimate_plan import price, step
-from farspan.estimate.gradient_sync import sync
+from farspan.estimate.gradient_sync import gradient_sync_times
 from farspan.estimate.network import Network
 from farspan.estimate.stage import Costs
 from farspan.techniques import Task, pipeshard
@@ -95,10 +95,12 @@ def searches(asked: Task):
 def test_a_limit_leaves_out_what_is_above_it_and_nothing_else(seed: int):
     asked = world(seed)
     for search, _, _ in searches(asked):
-        everything = list(search.solutions())
+        everything = list(search.partition_stages())
         for found in everything[:: max(1, len(everything) // 4)]:
             limited = [
-                one for one in search.solutions(found.objective) if one.objective <= found.objective
+                one
+                for one in search.partition_stages(found.objective)
+                if one.objective <= found.objective
             ]
             assert limited == [one for one in everything if one.objective <= found.objective]
 
@@ -118,7 +120,7 @@ def test_the_best_solutions_are_those_of_a_search_without_limits(seed: int):
     everything = [
         (solution.objective + tied, place, number, solution, parts)
         for place, (search, tied, parts) in enumerate(searches(asked))
-        for number, solution in enumerate(search.solutions())
+        for number, solution in enumerate(search.partition_stages())
         if len(solution.cuts) > 1
     ]
     best = heapq.nsmallest(5, everything, key=lambda row: row[:3])
@@ -155,7 +157,9 @@ def test_sums_once_a_step_do_not_depend_on_microbatches(seed: int):
     for replica in even_splits(asked, (1, 2)):
         for stage in replica.stages:
             assert stage.zero < 2
-            assert sync(asked.costs, stage, 1) == sync(asked.costs, stage, 6)
+            assert gradient_sync_times(asked.costs, stage, 1) == gradient_sync_times(
+                asked.costs, stage, 6
+            )
 
 
 def test_costs_of_another_batch_are_those_of_a_fresh_start():

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from farspan.techniques._search.ilp import Infeasible, StrategyChoice, objective, solve
+from farspan.techniques._search.ilp import Infeasible, StrategyChoice, objective, solve_ilp
 
 NODES = 6
 STRATEGIES = 4
@@ -55,7 +55,7 @@ def test_the_program_finds_what_brute_force_finds(block: int):
     for seed in range(block * CASES // 8, (block + 1) * CASES // 8):
         costs, edges, memory, cap = random_case(seed)
         least = brute_force(costs, edges, memory, cap)
-        found = solve(costs, edges, memory, cap)
+        found = solve_ilp(costs, edges, memory, cap)
         if least == math.inf:
             assert isinstance(found, Infeasible), seed
             continue
@@ -68,17 +68,17 @@ def test_the_program_finds_what_brute_force_finds(block: int):
 def test_a_cap_that_nothing_keeps_names_the_least_that_anything_fills():
     costs = [[1.0, 2.0], [1.0, 3.0]]
     edges = {(0, 1): [[0.0, 0.0], [0.0, 0.0]]}
-    found = solve(costs, edges, [[5.0, 4.0], [6.0, 3.0]], cap=6.0)
+    found = solve_ilp(costs, edges, [[5.0, 4.0], [6.0, 3.0]], cap=6.0)
     assert found == Infeasible(7.0, 6.0)
 
 
 def test_strategies_that_forbid_one_another_count_for_the_least_memory():
     # The two that fill least may not meet: 4 + 6 or 5 + 3 remain.
     edges = {(0, 1): [[0.0, 0.0], [0.0, math.inf]]}
-    found = solve([[1.0, 2.0], [1.0, 3.0]], edges, [[5.0, 4.0], [6.0, 3.0]], cap=7.5)
+    found = solve_ilp([[1.0, 2.0], [1.0, 3.0]], edges, [[5.0, 4.0], [6.0, 3.0]], cap=7.5)
     assert found == Infeasible(8.0, 7.5)
 
 
 def test_the_same_problem_gives_the_same_choice():
     case = random_case(7)
-    assert solve(*case) == solve(*case)
+    assert solve_ilp(*case) == solve_ilp(*case)

@@ -12,7 +12,7 @@ import pytest
 from farspan.domain.codec import load, to_json
 from farspan.domain.plan import Plan, Replica, Stage
 from farspan.domain.problems import Refusal
-from farspan.techniques._search.one_stage import part_counts
+from farspan.techniques._search.one_stage import microbatch_counts
 from farspan.techniques.diloco import _shares
 from tests.runtime.planned import planned
 from tests.runtime.plans import HAND_PICKED, MEGATRON, ROWS, replica, stage
@@ -63,7 +63,7 @@ def divided(rows: tuple[int, ...], ways: int, splits: dict[str, str]) -> Stage:
 def test_only_numbers_of_microbatches_that_divide_evenly_are_searched_and_let_through(ways: int):
     for rows in itertools.product(range(ways, 17, ways), repeat=2):
         fitting = list[int]()
-        searched = part_counts(divided(rows, ways, ROWS))
+        searched = microbatch_counts(divided(rows, ways, ROWS))
         for count in range(1, 20):
             if even(replica(divided(rows, ways, MEGATRON), microbatches=count), 0):
                 fitting.append(replica(divided(rows, ways, ROWS), microbatches=count).microbatches)
@@ -78,7 +78,7 @@ def test_only_numbers_of_microbatches_that_divide_evenly_are_searched_and_let_th
 
 def test_without_splits_of_rows_any_number_of_microbatches_may_be():
     whole = divided((5, 3), 2, MEGATRON)
-    assert list(part_counts(whole)) == [1, 2, 3, 4, 5]
+    assert list(microbatch_counts(whole)) == [1, 2, 3, 4, 5]
     assert replica(whole, microbatches=5).part(0, 1, 0) == 0
 
 

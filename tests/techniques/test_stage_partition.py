@@ -94,7 +94,9 @@ def test_the_search_equals_enumeration_of_cuts_meshes_and_recompute(seed: int):
         search = StageSearch(asked, order, tables)
         least, size = enumerate_all(asked, tables, search)
         total += size
-        found = min((solution.objective for solution in search.solutions()), default=math.inf)
+        found = min(
+            (solution.objective for solution in search.partition_stages()), default=math.inf
+        )
         assert found == pytest.approx(least, rel=1e-6) if least < math.inf else found == math.inf
     print(
         f"seed {seed}: {total:,} pipelines over {len(pipeshard.orders(asked))} orders of "
@@ -146,7 +148,7 @@ def test_every_solution_of_the_search_is_a_plan_that_the_estimator_prices_as_its
     asked, parts = case(seed, devices=6, layers=6)
     tables = Tables(asked, parts)
     search = StageSearch(asked, tuple(asked.ranks), tables)
-    for solution in itertools.islice(search.solutions(), 3):
+    for solution in itertools.islice(search.partition_stages(), 3):
         for cut in solution.cuts:
             stage = stage_of(cut.ranks, cut.option, cut.units, parts)
             time = stage_time(asked.costs, stage, stage.rows, parts)

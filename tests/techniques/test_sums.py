@@ -7,7 +7,7 @@ import random
 import pytest
 
 from farspan.domain.plan import Mesh
-from farspan.techniques._search.one_stage import plans, wan_rate
+from farspan.techniques._search.one_stage import plans, wan_bandwidth_share
 from tests.techniques.worlds import cluster, random_model, task
 
 LINE = 1e9 / 8
@@ -26,9 +26,11 @@ def flat(devices: int) -> Mesh:
 def test_connections_between_sites_share_the_line(sites, bandwidth, share):
     world = cluster(*((("fast",) * count,) for count in sites), bandwidth=bandwidth)
     asked = task(random_model(random.Random(0)), world)
-    found = wan_rate(asked, flat(sum(sites)), "hierarchical")
+    found = wan_bandwidth_share(asked, flat(sum(sites)), "hierarchical")
     assert found == (None if share is None else pytest.approx(share * LINE))
-    assert wan_rate(asked, flat(sum(sites)), "flat") is None, "a ring crosses a line once"
+    assert wan_bandwidth_share(asked, flat(sum(sites)), "flat") is None, (
+        "a ring crosses a line once"
+    )
 
 
 def test_only_what_goes_straight_is_held_back():

@@ -42,7 +42,7 @@ class Launch(Workers):
             if spare is not None:
                 values[SECRET_VARIABLE] = ON_STDIN
                 log_path = Path(log.name).absolute()
-                spare.begin(rank, folder, values, log_path, rendezvous.secret)
+                spare.become_worker(rank, folder, values, log_path, rendezvous.secret)
                 yield spare
                 continue
             paths = (str(folder.plan), str(folder.path))

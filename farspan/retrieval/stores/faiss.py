@@ -117,12 +117,16 @@ class FaissStore(CheckedStore):
         count = len(self._rows.ids)
         graph = isinstance(self._index, faiss.IndexHNSWFlat)
         if count * self.place.dim * 4 > EXACT_BYTES and not graph:
-            hnsw = faiss.IndexHNSWFlat(self.place.dim, NEIGHBOURS, faiss.METRIC_INNER_PRODUCT)
-            hnsw.hnsw.efConstruction = BUILD_EF
-            self._index = self._add_rows(hnsw, np.arange(count))
+            self._index = self._build_hnsw_index(count)
         faiss.write_index(self._index, str(self.place.folder / _VECTORS))
         with open_own(self.place.folder / _ROWS, "wb") as file:
             file.write(msgspec.msgpack.encode(self._rows))
+
+    def _build_hnsw_index(self, count: int) -> faiss.Index:
+        """Return the first `count` rows as an HNSW graph (arXiv 1603.09320)."""
+        hnsw = faiss.IndexHNSWFlat(self.place.dim, NEIGHBOURS, faiss.METRIC_INNER_PRODUCT)
+        hnsw.hnsw.efConstruction = BUILD_EF
+        return self._add_rows(hnsw, np.arange(count))
 
     def close(self) -> None:
         """Nothing is open."""

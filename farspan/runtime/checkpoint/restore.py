@@ -45,7 +45,7 @@ def restore(
         paths = list(checkpoint_folder.newest_first(folder))
     corrupt = list[str]()
     newest = 0
-    num_paths = int(group.sum(float(len(paths)))[0])
+    num_paths = int(group.all_reduce_sum(float(len(paths)))[0])
     for number in range(num_paths):
         # Rank 0 reads the manifest, and sends name and state to the others.
         path = None
@@ -59,9 +59,9 @@ def restore(
                 content = msgspec.json.encode((path.name, manifest.progress))
             except Corrupt as error:
                 problem = str(error)
-        problem = group.share_text(problem)
+        problem = group.broadcast_text(problem)
         if not problem:
-            content = group.share(content)
+            content = group.broadcast_bytes(content)
             name, state = msgspec.json.decode(content, type=tuple[str, TrainerState])
             reader = _Reader(executor, near, group)
             problem = reader.take(folder / name, manifest)
@@ -73,13 +73,13 @@ def restore(
                         lost = f": {counted(newest - state.step, 'step')} lost"
                     faults = "; ".join(corrupt)
                     warn(f"corrupt checkpoint {faults}. Going on from step {state.step}{lost}.")
-                executor.publish()
+                executor.publish_masters()
                 return state, reader.read_bytes
         if path is not None:
             corrupt.append(checkpoint_folder.printable(f"{path}: {problem}"))
             newest = max(newest, checkpoint_folder.step_of(path))
     faults = "; ".join(corrupt)
-    if group.share_text(faults):
+    if group.broadcast_text(faults):
         raise Refusal(
             "checkpoint-corrupt",
             what="no checkpoint of this run can be used",
@@ -96,7 +96,7 @@ def kept_by_kind(executor: Executor) -> dict[str, Sequence[Tensor]]:
     outer = executor.outer
     kept: dict[str, Sequence[Tensor]] = {MODEL: state.master}
     if outer is not None:
-        kept = {MODEL: outer.anchor, MOMENTUM: outer.momentum, "master": state.master}
+        kept = {MODEL: outer.synced_parameters, MOMENTUM: outer.momentum, "master": state.master}
     kept["exp_avg"] = state.exp_avg
     kept["exp_avg_sq"] = state.exp_avg_sq
     if state.average:
@@ -139,7 +139,7 @@ class _Reader:
         problem = ""
         if self._rank not in self._near:
             for flats in self._targets.values():
-                self._whole.receive(flats)
+                self._whole.receive_buckets(flats)
         else:
             try:
                 manifest = manifest or checkpoint_folder.read_checked_manifest(path)
@@ -151,7 +151,7 @@ class _Reader:
                     if self._rank == 0 and len(self._near) < self._group.world:
                         problem = self._hand_out(stored, manifest) or problem
                     self.read_bytes = stored.read_bytes
-        return next(filter(None, self._group.gather_text(problem)), "")
+        return next(filter(None, self._group.all_gather_text(problem)), "")
 
     def _fill_own(self, stored: Stored, manifest: Manifest) -> str:
         own = self._whole.manifests[self._rank]

@@ -62,7 +62,7 @@ class SharedFolder:
         self._rank_0 = "", 0
         self._met = False
 
-    def meet(self, group: Group) -> None:
+    def find_near_ranks(self, group: Group) -> None:
         """Find out, once, which workers see rank 0's folder of checkpoints: they read and write
         there themselves."""
         if group.world == 1 or self._met:
@@ -74,8 +74,8 @@ class SharedFolder:
             with suppress(OSError):  # Then nobody sees it, and the first save reports why.
                 self.path.mkdir(exist_ok=True)
                 (self.path / mark).touch(exist_ok=False)
-        path = self.path / group.share_text(mark)
-        sees = group.gather(float(group.rank == 0 or path.exists()))
+        path = self.path / group.broadcast_text(mark)
+        sees = group.all_gather(float(group.rank == 0 or path.exists()))
         self.near = frozenset(rank for rank in range(group.world) if sees[rank])
         if group.rank == 0:
             path.unlink(missing_ok=True)
@@ -84,7 +84,7 @@ class SharedFolder:
             if group.rank == 0:
                 self._server = SealedServer(group.secret, self._receive_part)
                 port = self._server.port
-            self._rank_0 = os.environ["MASTER_ADDR"], int(group.sum(port)[0])
+            self._rank_0 = os.environ["MASTER_ADDR"], int(group.all_reduce_sum(port)[0])
 
     def send_part(self, group: Group, slices: Sequence[OwnedSlice]) -> None:
         """Send a worker's part to rank 0, and wait until it lies on the disk there. Raises
@@ -316,7 +316,7 @@ class Checkpointer:
     ) -> _Pending:
         """Take a copy of what this worker keeps by kind and begin to write it at `path`. Raises
         Unsaved on every worker where it cannot be begun."""
-        self._folder.meet(self._group)
+        self._folder.find_near_ranks(self._group)
         began = self._monotonic()
         why = ""
         if self._rank == 0:
@@ -370,7 +370,7 @@ class Checkpointer:
         """Wait until what is being written is in its place. Raises Unsaved on every worker where it
         is not."""
         why = "" if self._rank == 0 else _failure_reason(pending.future)
-        others = self._group.gather_text(why)
+        others = self._group.all_gather_text(why)
         if self._rank == 0:
             pending.ended.set()
             why = next(filter(None, others), "") or _failure_reason(pending.future)
@@ -417,7 +417,7 @@ class Checkpointer:
     def restore(self, accept: Callable[[TrainerState], None], warn: Callable[[str], None]) -> bool:
         """Take this worker's part of the newest whole checkpoint, if any (`restore.restore`)."""
         folder = self._folder
-        folder.meet(self._group)
+        folder.find_near_ranks(self._group)
         restored = restore(self._executor, folder.path, folder.near, self._group, accept, warn)
         if restored is None:
             return False
@@ -429,13 +429,13 @@ class Checkpointer:
     def weights(self) -> dict[str, Tensor]:
         """Collect the model of the run on rank 0: the average of its weights, or the synced
         parameters."""
-        return self._whole.collect(self._best_weights())
+        return self._whole.collect_parameters(self._best_weights())
 
     def _best_weights(self) -> Sequence[Tensor]:
         """Return by bucket the weights that are kept as the best and used."""
         state = self._executor.state
         outer = self._executor.outer
-        synced = state.master if outer is None else outer.anchor
+        synced = state.master if outer is None else outer.synced_parameters
         return state.average or synced
 
     def close(self) -> None:
@@ -464,5 +464,5 @@ def _clear_failed(path: Path, error: BaseException) -> str:
 
 def _raise_together(group: Group, why: str) -> None:
     """Raise Unsaved on every worker if rank 0 gives a reason."""
-    if shared := group.share_text(why):
+    if shared := group.broadcast_text(why):
         raise Unsaved(shared)

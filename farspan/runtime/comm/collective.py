@@ -124,7 +124,7 @@ class Group:
                 notices.send_to_all(keys[rank], device.type)
                 kinds = [kind.decode() for kind in notices.wait(keys)]
                 store = _connect_store(notices)
-            self._heartbeat.opened()
+            self._heartbeat.end_opening()
             timeout = timedelta(seconds=BUSY_S)
             dist.init_process_group(
                 backend(kinds), store=store, rank=rank, world_size=world, timeout=timeout
@@ -145,7 +145,7 @@ class Group:
         """Mark a step, in which all workers wait for each other."""
         return nullcontext() if self._heartbeat is None else self._heartbeat.step()
 
-    def introduce(self) -> None:
+    def publish_connections(self) -> None:
         """Publish the addresses of new connections, so that an error names its peer, and let those
         that are cut time out."""
         if self._notices is None:
@@ -169,10 +169,10 @@ class Group:
         if not peers or self._heartbeat is None:
             return None
         lost_peer = self._heartbeat.report_loss(peers[0], "connection")
-        self._heartbeat.stay()
+        self._heartbeat.wait_for_reports()
         return lost_peer
 
-    def sum(self, *values: float) -> list[float]:
+    def all_reduce_sum(self, *values: float) -> list[float]:
         """Sum each value over all workers, in double precision."""
         if self.world == 1:
             return list(values)
@@ -180,17 +180,17 @@ class Group:
         dist.all_reduce(packed)
         return packed.tolist()
 
-    def gather(self, value: float) -> list[float]:
+    def all_gather(self, value: float) -> list[float]:
         """Return the value of every worker, by rank."""
         one_hot = [0.0] * self.world
         one_hot[self.rank] = value
-        return self.sum(*one_hot)
+        return self.all_reduce_sum(*one_hot)
 
-    def share(self, content: bytes) -> bytes:
+    def broadcast_bytes(self, content: bytes) -> bytes:
         """Broadcast rank 0's content to every worker."""
         if self.rank != 0:
             content = b""
-        size = int(self.sum(len(content))[0])
+        size = int(self.all_reduce_sum(len(content))[0])
         packed = torch.zeros(size, dtype=torch.uint8)
         if content:
             packed.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
@@ -198,19 +198,19 @@ class Group:
             dist.broadcast(packed, src=0)
         return bytes(packed.numpy())
 
-    def share_text(self, text: str) -> str:
+    def broadcast_text(self, text: str) -> str:
         """Broadcast rank 0's text to every worker."""
         has_text = bool(text and self.rank == 0)
-        if not any(self.sum(float(has_text))):
+        if not any(self.all_reduce_sum(float(has_text))):
             return ""
-        return self.share(text.encode(errors="backslashreplace")).decode()
+        return self.broadcast_bytes(text.encode(errors="backslashreplace")).decode()
 
-    def gather_text(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         """Return the text of every worker, by rank."""
-        if not any(self.sum(float(bool(text)))):
+        if not any(self.all_reduce_sum(float(bool(text)))):
             return [""] * self.world
         content = text.encode(errors="backslashreplace")
-        return [part.decode() for part in gather_bytes(content, self.rank, self.world)]
+        return [part.decode() for part in all_gather_bytes(content, self.rank, self.world)]
 
     @property
     def secret(self) -> bytes:
@@ -220,11 +220,11 @@ class Group:
     def close(self) -> None:
         """Part from the others, once all have come here: the first to end must not look lost."""
         if self._heartbeat is not None:
-            self.sum(0.0)
-            self.leave()
+            self.all_reduce_sum(0.0)
+            self.announce_exit()
             dist.destroy_process_group()
 
-    def leave(self) -> None:
+    def announce_exit(self) -> None:
         """Part from the others without waiting for them, after an error. If a worker is lost, the
         error came of that: then the `lost` of `watch` reports it and ends this process."""
         if self._heartbeat is not None:
@@ -244,10 +244,10 @@ class Group:
         if error is None:
             self.close()
         else:
-            self.leave()
+            self.announce_exit()
 
 
-def gather_bytes(content: bytes, rank: int, world: int) -> list[bytes]:
+def all_gather_bytes(content: bytes, rank: int, world: int) -> list[bytes]:
     """Return the content of every worker, by rank. Bytes, as torch's own exchange of objects
     unpickles what peers send."""
     if world == 1:

@@ -96,7 +96,7 @@ class Heartbeat:
         self._watch_thread = threading.Thread(target=self._watch_peers, args=(lost,), daemon=True)
         self._watch_thread.start()
 
-    def opened(self) -> None:
+    def end_opening(self) -> None:
         """Note that all workers have opened their devices: none may be silent for longer now."""
         for peer in self._last_beat_s:
             self._last_beat_s[peer] = self._counted_s
@@ -156,7 +156,7 @@ class Heartbeat:
                 if self._counted_s - last_s > allowed_s:
                     gone.append(self.report_loss(peer, "silence"))
         if gone:
-            self.stay()
+            self.wait_for_reports()
             lost(*gone[0])
 
     @contextmanager
@@ -189,7 +189,7 @@ class Heartbeat:
             return self._gone[0] if self._gone else (0, how)
         return _parse_loss(first)
 
-    def stay(self) -> None:
+    def wait_for_reports(self) -> None:
         """Wait, on rank 0, until the others have received the report of a loss: what is not sent
         yet is lost when it ends."""
         if self._rank == 0:

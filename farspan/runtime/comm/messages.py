@@ -104,7 +104,7 @@ class Messenger:
             works.append(work)
         return Posted(buffer, tuple(works))
 
-    def settle(self) -> None:
+    def wait_for_previous_step(self) -> None:
         """Wait, at the end of a step, for what was sent before the last end of a step."""
         for _ in range(self._before):
             self._sent.popleft().wait()

@@ -41,24 +41,24 @@ class Codec(NamedTuple):
         """Return the bytes of n encoded numbers."""
         return self._scale_bytes(n) + (n * self.bits + 7) // 8
 
-    def encode(self, x: Tensor) -> Tensor:
+    def quantize(self, x: Tensor) -> Tensor:
         """x (n,) fp32 or bf16 -> (encoded_size(n),) uint8, in memory of its own."""
         data = torch.empty(self.encoded_size(len(x)), dtype=torch.uint8, device=x.device)
         for part, encoded in self.chunks(x, data):
-            self.write(part, encoded)
+            self.quantize_chunk(part, encoded)
         return data
 
-    def decode(self, data: Tensor, n: int) -> Tensor:
+    def dequantize(self, data: Tensor, n: int) -> Tensor:
         """(encoded_size(n),) uint8 -> (n,) fp32, in memory of its own."""
         x = torch.empty(n, dtype=torch.float32, device=data.device)
         for part, encoded in self.chunks(x, data):
-            part.copy_(self._decode_chunk(encoded, len(part)))
+            part.copy_(self._dequantize_chunk(encoded, len(part)))
         return x
 
-    def add(self, x: Tensor, data: Tensor) -> None:
+    def add_dequantized(self, x: Tensor, data: Tensor) -> None:
         """x (n,) fp32 += what (encoded_size(n),) uint8 stand for."""
         for part, encoded in self.chunks(x, data):
-            part.add_(self._decode_chunk(encoded, len(part)))
+            part.add_(self._dequantize_chunk(encoded, len(part)))
 
     def chunks(self, x: Tensor, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Pair elements with their bytes, chunk by chunk."""
@@ -69,7 +69,7 @@ class Codec(NamedTuple):
             x.split(ENCODE_ELEMENTS), data.split(self.encoded_size(ENCODE_ELEMENTS)), strict=True
         )
 
-    def write(self, x: Tensor, data: Tensor) -> Tensor:
+    def quantize_chunk(self, x: Tensor, data: Tensor) -> Tensor:
         """Encode one chunk (n,) into its bytes -> (n,) decoded numbers, perhaps rounded further."""
         if self.bits >= 16:
             rounded = x.to(self._dtype)
@@ -96,7 +96,7 @@ class Codec(NamedTuple):
             codes.copy_(pairs.to(torch.uint8).flatten()[: len(codes)])
         return steps_BW.mul_(scale_B1).flatten()[:n]
 
-    def _decode_chunk(self, data: Tensor, n: int) -> Tensor:
+    def _dequantize_chunk(self, data: Tensor, n: int) -> Tensor:
         """Decode the bytes of one chunk -> (n,) numbers."""
         if self.bits >= 16:
             return _view_as(data, self._dtype)
@@ -126,28 +126,28 @@ class ErrorFeedback:
         #: fp32, by key: the sum of what was to be sent less the sum of what was.
         self.residuals: dict[Hashable, Tensor] = {}
 
-    def encode_(self, key: Hashable, x: Tensor) -> Tensor:
+    def quantize_(self, key: Hashable, x: Tensor) -> Tensor:
         """x (n,) fp32 plus the residual of `key` -> (encoded_size(n),) uint8. x becomes what these
         stand for."""
         codec = self.codec
         if codec.bits == 32:
-            return codec.encode(x)
+            return codec.quantize(x)
         if key not in self.residuals:
             self.residuals[key] = torch.zeros_like(x)
         residuals = self.residuals[key].split(ENCODE_ELEMENTS)
         data = torch.empty(codec.encoded_size(len(x)), dtype=torch.uint8, device=x.device)
         chunks = codec.chunks(x, data)
         for (part, encoded), rest in zip(chunks, residuals, strict=True):
-            part.copy_(codec.write(rest.add_(part), encoded))
+            part.copy_(codec.quantize_chunk(rest.add_(part), encoded))
             # What is not finite was sent as such: kept, it would make every later step NaN.
             rest.sub_(part).nan_to_num_(0.0, 0.0, 0.0)
         return data
 
-    def settle_(self, key: Hashable, x: Tensor) -> Tensor:
+    def flush_residual_(self, key: Hashable, x: Tensor) -> Tensor:
         """Encode in 32 bits with the residual of earlier encodings, so that none remains."""
         if (rest := self.residuals.pop(key, None)) is not None:
             x.add_(rest)
-        return FP32_CODEC.encode(x)
+        return FP32_CODEC.quantize(x)
 
 
 #: Rounds nothing.

@@ -147,7 +147,7 @@ class ProcessGroups:
             self._make_group(ranks, purpose, local=True)
         return self._made[key]
 
-    def together(self, ranks: Sequence[int], purpose: str) -> None:
+    def make_with_all(self, ranks: Sequence[int], purpose: str) -> None:
         """Make a group of workers that have made different numbers of them: all workers of the run
         call this at once, its members or not."""
         self._make_group(ranks, purpose, local=False)

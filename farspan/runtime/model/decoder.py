@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from farspan.domain.model import ModelSpec
 from farspan.runtime.model.dropout import Dropout
 from farspan.runtime.model.kernels import (
-    LogitsLoss,
+    LogitsCrossEntropy,
     causal_attention,
-    head_loss,
-    head_losses,
-    logits_losses,
+    head_cross_entropies,
+    head_cross_entropy,
+    logits_cross_entropies,
 )
 from farspan.runtime.model.tensor_axis import TABLE, TOKENS, TOTAL, Layouts, TensorAxis
 from farspan.semantics.tensor_sharding import RESIDUAL
@@ -79,14 +79,14 @@ class Summand(Linear):
     def forward(self, x: Tensor) -> Tensor:
         bias: Tensor | None = self.bias
         if bias is not None:
-            bias = self.layouts.once(bias)
+            bias = self.layouts.count_once(bias)
         return F.linear(x, self.weight, bias)
 
 
 def _make_residual_writer(name: str, inputs: int, spec: ModelSpec, layouts: Layouts) -> Linear:
     """Make the matrix that writes the residual stream (D) from `inputs`, over which the axis may
     divide it."""
-    ways = layouts.ways(name)
+    ways = layouts.operator_ways(name)
     if ways > 1:
         return Summand(inputs // ways, spec.d_model, spec.bias, layouts)
     return Linear(inputs, spec.d_model, bias=spec.bias)
@@ -98,11 +98,11 @@ class Attention(nn.Module):
 
     def __init__(self, spec: ModelSpec, vanilla: bool, layouts: Layouts) -> None:
         super().__init__()
-        ways = layouts.ways("attn")
+        ways = layouts.operator_ways("attn")
         self.heads = spec.heads // ways
         self.kv_heads = spec.kv_heads // ways
         self.head_dim = spec.head_dim
-        rows = (spec.heads + 2 * spec.kv_heads) * spec.head_dim // layouts.ways("attn.qkv")
+        rows = (spec.heads + 2 * spec.kv_heads) * spec.head_dim // layouts.operator_ways("attn.qkv")
         self.qkv = Linear(spec.d_model, rows, bias=spec.bias)
         self.out = _make_residual_writer("attn.out", spec.d_model, spec, layouts)
         self.vanilla = vanilla
@@ -110,7 +110,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
         layouts = self.layouts
-        projected = layouts.between(self.qkv(x_BSD), "attn.qkv", "attn")
+        projected = layouts.convert_between(self.qkv(x_BSD), "attn.qkv", "attn")
         B, S, _ = projected.shape
         heads_BHSE = projected.view(B, S, -1, self.head_dim).transpose(1, 2)
         head_counts = [self.heads, self.kv_heads, self.kv_heads]
@@ -120,7 +120,7 @@ class Attention(nn.Module):
             k = apply_rotary(k, *rotation)
         attend = vanilla_attention if self.vanilla else causal_attention
         y_BSD = attend(q, k, v).transpose(1, 2).reshape(B, S, -1)
-        return self.out(layouts.between(y_BSD, "attn", "attn.out"))
+        return self.out(layouts.convert_between(y_BSD, "attn", "attn.out"))
 
 
 def vanilla_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -162,12 +162,12 @@ class MLP(nn.Module):
         self.activation = spec.activation
         self.layouts = layouts
         rows = spec.d_ff * (2 if spec.activation == "swiglu" else 1)
-        self.up = Linear(spec.d_model, rows // layouts.ways("mlp.up"), bias=spec.bias)
+        self.up = Linear(spec.d_model, rows // layouts.operator_ways("mlp.up"), bias=spec.bias)
         self.down = _make_residual_writer("mlp.down", spec.d_ff, spec, layouts)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         layouts = self.layouts
-        h_BSF = layouts.between(self.up(x_BSD), "mlp.up", "mlp.act")
+        h_BSF = layouts.convert_between(self.up(x_BSD), "mlp.up", "mlp.act")
         if self.activation == "swiglu":
             gate_BSF, value_BSF = h_BSF.chunk(2, dim=-1)
             h_BSF = F.silu(gate_BSF) * value_BSF
@@ -175,7 +175,7 @@ class MLP(nn.Module):
             h_BSF = F.relu(h_BSF)
         else:
             h_BSF = F.gelu(h_BSF, approximate="tanh")
-        return self.down(layouts.between(h_BSF, "mlp.act", "mlp.down"))
+        return self.down(layouts.convert_between(h_BSF, "mlp.act", "mlp.down"))
 
 
 class Block(nn.Module):
@@ -185,7 +185,7 @@ class Block(nn.Module):
         self.attn = Attention(spec, vanilla, layouts)
         self.mlp_norm = _make_norm(spec)
         self.mlp = MLP(spec, layouts)
-        self.between = layouts.between
+        self.between = layouts.convert_between
 
     def forward(
         self,
@@ -238,7 +238,7 @@ class Decoder(nn.Module):
         self.partial = layouts.partial
         ends = last == spec.layers + 2
         if first == 0 or (ends and spec.tied):
-            rows = spec.vocab_size // layouts.shards(TABLE)
+            rows = spec.vocab_size // layouts.table_shards(TABLE)
             self.tok = TokenEmbedding(rows, spec.d_model)
         if first == 0 and spec.positions == "learned":
             self.pos = TokenEmbedding(spec.context + spec.extra_positions, spec.d_model)
@@ -250,15 +250,15 @@ class Decoder(nn.Module):
         if ends:
             self.norm = _make_norm(spec)
             if not spec.tied:
-                rows = spec.vocab_size // layouts.shards("head.weight")
+                rows = spec.vocab_size // layouts.table_shards("head.weight")
                 self.head = Linear(spec.d_model, rows, bias=False)
 
     @property
     def head_VD(self) -> Tensor:
         table_VD = self.tok.weight if self.spec.tied else self.head.weight
-        return self.layouts.table(table_VD, "head")
+        return self.layouts.operator_table(table_VD, "head")
 
-    def streams(self, x: Tensor, dropout: Dropout | None = None) -> Iterator[Tensor]:
+    def residual_streams(self, x: Tensor, dropout: Dropout | None = None) -> Iterator[Tensor]:
         """Yield the residual stream (B, S, D) before the first block and after each, from tokens
         (B, S), or from the stream that the stage before this one sent; `dropout` has the seeds of
         all B rows. Raises ValueError past the context."""
@@ -267,7 +267,7 @@ class Decoder(nn.Module):
         if S > spec.context:
             raise ValueError(f"{S} positions given, the model's context is {spec.context}")
         axis = self.layouts.axis
-        if dropout is not None and self.layouts.split(RESIDUAL) == "b":
+        if dropout is not None and self.layouts.operator_split(RESIDUAL) == "b":
             own_seeds = dropout.seeds.chunk(axis.size)[axis.coordinate]
             dropout = dropout._replace(seeds=own_seeds)
         x_BSD = x
@@ -291,9 +291,9 @@ class Decoder(nn.Module):
     def _embed(self, tokens_BS: Tensor) -> Tensor:
         """Return the residual stream (B, S, D) that tokens begin with."""
         layouts = self.layouts
-        table_VD = layouts.table(self.tok.weight, "tok")
-        tokens_BS = layouts.between(tokens_BS, TOKENS, "tok")
-        shard = layouts.shard("tok")
+        table_VD = layouts.operator_table(self.tok.weight, "tok")
+        tokens_BS = layouts.convert_between(tokens_BS, TOKENS, "tok")
+        shard = layouts.vocabulary_shard("tok")
         if shard is None:
             x_BSD = F.embedding(tokens_BS, table_VD)
         else:
@@ -305,30 +305,30 @@ class Decoder(nn.Module):
             first = self.spec.extra_positions
             positions_SD = self.pos.weight[first : first + tokens_BS.shape[1]]
             if shard is not None:
-                positions_SD = layouts.once(positions_SD)
+                positions_SD = layouts.count_once(positions_SD)
             x_BSD = x_BSD + positions_SD
-        return layouts.between(x_BSD, "tok", RESIDUAL)
+        return layouts.convert_between(x_BSD, "tok", RESIDUAL)
 
-    def advance(self, x: Tensor, dropout: Dropout | None = None) -> Tensor:
+    def forward_blocks(self, x: Tensor, dropout: Dropout | None = None) -> Tensor:
         """Return the residual stream (B, S, D) after this stage, in its layout over the axis; as in
         `streams`."""
-        (x_BSD,) = deque(self.streams(x, dropout), maxlen=1)
+        (x_BSD,) = deque(self.residual_streams(x, dropout), maxlen=1)
         return x_BSD
 
     def _normalize(self, x_BSD: Tensor) -> Tensor:
         """Return states (B, S, D) after the final norm, as the head reads them, from the residual
         stream (B, S, D)."""
-        states_BSD = self.norm(self.layouts.between(x_BSD, RESIDUAL, "norm"))
-        return self.layouts.between(states_BSD, "norm", "head")
+        states_BSD = self.norm(self.layouts.convert_between(x_BSD, RESIDUAL, "norm"))
+        return self.layouts.convert_between(states_BSD, "norm", "head")
 
-    def hidden(self, tokens_BS: Tensor) -> Tensor:
+    def hidden_states(self, tokens_BS: Tensor) -> Tensor:
         """Return states (B, S, D) after the final norm, of a model that is all here."""
-        return self._normalize(self.advance(tokens_BS))
+        return self._normalize(self.forward_blocks(tokens_BS))
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        return F.linear(self.hidden(tokens_BS), self.head_VD)
+        return F.linear(self.hidden_states(tokens_BS), self.head_VD)
 
-    def finish(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
+    def summed_loss(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
         """Return the cross-entropy in nats summed over valid targets: an fp32 scalar, the same on
         every rank of an axis.
 
@@ -337,43 +337,43 @@ class Decoder(nn.Module):
         """
         layouts = self.layouts
         x_BSD = self._normalize(x_BSD)
-        targets_N = layouts.between(targets_BS, TOKENS, "loss").flatten()
-        shard = layouts.shard("loss")
-        if layouts.split("head") == layouts.split("loss"):
-            loss = head_loss(x_BSD.flatten(0, 1), self.head_VD, targets_N, shard)
+        targets_N = layouts.convert_between(targets_BS, TOKENS, "loss").flatten()
+        shard = layouts.vocabulary_shard("loss")
+        if layouts.operator_split("head") == layouts.operator_split("loss"):
+            loss = head_cross_entropy(x_BSD.flatten(0, 1), self.head_VD, targets_N, shard)
         else:
-            logits_BSV = layouts.between(F.linear(x_BSD, self.head_VD), "head", "loss")
-            loss = LogitsLoss.apply(logits_BSV.flatten(0, 1), targets_N, shard)
-        return layouts.between(loss, "loss", TOTAL)
+            logits_BSV = layouts.convert_between(F.linear(x_BSD, self.head_VD), "head", "loss")
+            loss = LogitsCrossEntropy.apply(logits_BSV.flatten(0, 1), targets_N, shard)
+        return layouts.convert_between(loss, "loss", TOTAL)
 
     @torch.no_grad()
     def row_losses(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
         """Return the losses of `finish`, summed over each row alone (B,), without a gradient."""
         layouts = self.layouts
         x_BSD = self._normalize(x_BSD)
-        targets_here = layouts.between(targets_BS, TOKENS, "loss")
+        targets_here = layouts.convert_between(targets_BS, TOKENS, "loss")
         targets_N = targets_here.flatten()
-        shard = layouts.shard("loss")
-        if layouts.split("head") == layouts.split("loss"):
-            losses_N = head_losses(x_BSD.flatten(0, 1), self.head_VD, targets_N, shard)
+        shard = layouts.vocabulary_shard("loss")
+        if layouts.operator_split("head") == layouts.operator_split("loss"):
+            losses_N = head_cross_entropies(x_BSD.flatten(0, 1), self.head_VD, targets_N, shard)
         else:
-            logits_BSV = layouts.between(F.linear(x_BSD, self.head_VD), "head", "loss")
-            losses_N = logits_losses(logits_BSV.flatten(0, 1), targets_N, shard)
+            logits_BSV = layouts.convert_between(F.linear(x_BSD, self.head_VD), "head", "loss")
+            losses_N = logits_cross_entropies(logits_BSV.flatten(0, 1), targets_N, shard)
         losses_B = losses_N.new_zeros(len(targets_BS))
         count = len(targets_here)
         first = layouts.axis.coordinate * count if count < len(targets_BS) else 0
         losses_B[first : first + count] = losses_N.view_as(targets_here).sum(dim=1)
-        return layouts.between(losses_B, "loss", TOTAL)
+        return layouts.convert_between(losses_B, "loss", TOTAL)
 
     def loss(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
         """Return `finish` of a model that has all units."""
-        return self.finish(self.advance(tokens_BS), targets_BS)
+        return self.summed_loss(self.forward_blocks(tokens_BS), targets_BS)
 
 
 def load_whole(model: Decoder, name: str, whole: Tensor) -> None:
     """Copy a whole tensor, or the slice that is held of it, into a parameter."""
     with torch.no_grad():
-        part = model.slices[name].of(whole) if name in model.slices else whole
+        part = model.slices[name].copy_from(whole) if name in model.slices else whole
         model.get_parameter(name).copy_(part)
 
 

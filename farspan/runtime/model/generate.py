@@ -42,20 +42,20 @@ def generate(
         if enough():
             break
         if len(ids) <= context:
-            state_D = cache.append(torch.tensor(ids[cache.length :], device=device))
+            state_D = cache.append_tokens(torch.tensor(ids[cache.length :], device=device))
         else:
             window_BS = torch.tensor([ids[-context:]], device=device)
-            state_D = model.hidden(window_BS)[0, -1]
+            state_D = model.hidden_states(window_BS)[0, -1]
         logits_V = (model.head_VD @ state_D).float().cpu()
         logits_V = logits_V[: tokenizer.vocab_size]
-        ids.append(_sample_token(logits_V, temperature, top_k, generator))
+        ids.append(_sample_top_k(logits_V, temperature, top_k, generator))
         if ids[-1] == end:
             break
     model.train(was_training)
     return tokenizer.decode([i for i in ids[first:] if i != end])
 
 
-def _sample_token(
+def _sample_top_k(
     logits_V: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator
 ) -> int:
     if temperature == 0:

@@ -117,7 +117,7 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-class HeadLoss(torch.autograd.Function):
+class HeadCrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of a linear head, without ever holding all logits or their fp32 copy.
 
     x (N, D), weight (V, D), targets (N,) with -1 where no token is to be predicted -> scalar fp32,
@@ -149,7 +149,7 @@ class HeadLoss(torch.autograd.Function):
             chunk = torch.mm(x, aligned.t(), out=logits[: len(x)])
             if width > V:
                 chunk[:, V:] = float("-inf")
-            loss += _loss_and_gradient_(chunk, targets_N[chunk_rows], shard)
+            loss += _cross_entropy_and_gradient_(chunk, targets_N[chunk_rows], shard)
             if needs_grad:
                 torch.mm(chunk, aligned, out=dx_ND[chunk_rows])
                 part_VD = torch.mm(chunk.t(), x)[:V]
@@ -182,16 +182,16 @@ def _pad_vocabulary(V: int, device: torch.device) -> int:
     return -(-V // 64) * 64 if device.type == "cuda" else V
 
 
-class LogitsLoss(torch.autograd.Function):
+class LogitsCrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of logits (N, V) that another rank's head may have computed; targets as
-    in HeadLoss."""
+    in HeadCrossEntropy."""
 
     @staticmethod
     def forward(
         ctx: Any, logits_NV: Tensor, targets_N: Tensor, shard: VocabularyShard | None
     ) -> Tensor:
         gradient_NV = logits_NV.clone()
-        loss = _loss_and_gradient_(gradient_NV, targets_N, shard)
+        loss = _cross_entropy_and_gradient_(gradient_NV, targets_N, shard)
         ctx.save_for_backward(gradient_NV)
         return loss
 
@@ -201,13 +201,13 @@ class LogitsLoss(torch.autograd.Function):
         return gradient_NV.mul_(gradients[0].to(gradient_NV.dtype)), None, None
 
 
-def _loss_and_gradient_(
+def _cross_entropy_and_gradient_(
     logits_NV: Tensor, targets_N: Tensor, shard: VocabularyShard | None
 ) -> Tensor:
     """Return the summed loss of one chunk; the logits are overwritten by their gradient."""
     step = _rows_at_once(logits_NV)
     if shard is not None:
-        return _sharded_loss_and_gradient_(logits_NV, targets_N, shard, step)
+        return _sharded_cross_entropy_and_gradient_(logits_NV, targets_N, shard, step)
     on_cpu = logits_NV.device.type == "cpu"
     loss = torch.zeros((), dtype=_sum_dtype(logits_NV.dtype), device=logits_NV.device)
     for start in range(0, len(logits_NV), step):
@@ -237,11 +237,11 @@ def _rows_at_once(logits_NV: Tensor) -> int:
     return max(1, rows)
 
 
-def _sharded_loss_and_gradient_(
+def _sharded_cross_entropy_and_gradient_(
     logits_NV: Tensor, targets_N: Tensor, shard: VocabularyShard, step: int
 ) -> Tensor:
-    """As `_loss_and_gradient_`: the ranks exchange each token's greatest log-sum, sum and target's
-    logit only (Megatron-LM, arXiv 1909.08053, section 3)."""
+    """As `_cross_entropy_and_gradient_`: the ranks exchange each token's greatest log-sum, sum and
+    target's logit only (Megatron-LM, arXiv 1909.08053, section 3)."""
     sum_dtype = _sum_dtype(logits_NV.dtype)
     valid_N = targets_N >= 0
     index_N1, here_N1 = _locate_targets(targets_N, shard, logits_NV.shape[1])
@@ -278,7 +278,7 @@ def _sharded_sums(
     return most_N + both_2N[0].log(), both_2N[1]
 
 
-def head_loss(
+def head_cross_entropy(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, shard: VocabularyShard | None = None
 ) -> Tensor:
     """Return the summed cross-entropy in nats (fp32 scalar) of `x @ weight.T` against targets; -1
@@ -287,11 +287,11 @@ def head_loss(
     if not torch.is_grad_enabled():
         x_ND = x_ND.detach()
         weight_VD = weight_VD.detach()
-    return HeadLoss.apply(x_ND, weight_VD, targets_N, shard)
+    return HeadCrossEntropy.apply(x_ND, weight_VD, targets_N, shard)
 
 
 @torch.no_grad()
-def head_losses(
+def head_cross_entropies(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, shard: VocabularyShard | None = None
 ) -> Tensor:
     """Return each target's cross-entropy in nats (N,), fp32, of `x @ weight.T`; 0 where it is -1.
@@ -300,15 +300,15 @@ def head_losses(
     losses = []
     for x, targets in zip(x_ND.split(rows), targets_N.split(rows), strict=True):
         # Without a name, so that one chunk of logits at a time is in memory.
-        losses.append(logits_losses(torch.mm(x, weight_VD.t()), targets, shard))
+        losses.append(logits_cross_entropies(torch.mm(x, weight_VD.t()), targets, shard))
     return torch.cat(losses)
 
 
 @torch.no_grad()
-def logits_losses(
+def logits_cross_entropies(
     logits_NV: Tensor, targets_N: Tensor, shard: VocabularyShard | None = None
 ) -> Tensor:
-    """Return the results of `head_losses` for logits that are computed already."""
+    """Return the results of `head_cross_entropies` for logits that are computed already."""
     step = _rows_at_once(logits_NV)
     if shard is not None:
         index_N1, here_N1 = _locate_targets(targets_N, shard, logits_NV.shape[1])

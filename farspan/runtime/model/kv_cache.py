@@ -33,7 +33,7 @@ class KVCache:
         self._rotation = None if learned else rotary_table(spec, spec.context, weight.device)
 
     @torch.no_grad()
-    def append(self, tokens_T: Tensor) -> Tensor:
+    def append_tokens(self, tokens_T: Tensor) -> Tensor:
         """Return the state (D) after the final norm of the last of these tokens, which follow those
         that are kept. Raises ValueError past the context."""
         model = self._model

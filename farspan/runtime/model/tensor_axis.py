@@ -58,7 +58,7 @@ class TensorSlice(NamedTuple):
     dim: int
     ranges: tuple[tuple[int, int], ...]
 
-    def of(self, whole: Tensor) -> Tensor:
+    def copy_from(self, whole: Tensor) -> Tensor:
         """Return a copy of this part of a tensor (...), which does not keep the rest of it in
         memory."""
         dim = self.dim
@@ -72,16 +72,16 @@ class DimSplit(NamedTuple):
     dim: int
     sections: tuple[int, ...] = (1,)
 
-    def lengths(self, length: int) -> list[int]:
+    def section_lengths(self, length: int) -> list[int]:
         unit = length // sum(self.sections)
         return [unit * share for share in self.sections]
 
-    def slice(self, length: int, ways: int, coordinate: int) -> TensorSlice:
+    def coordinate_slice(self, length: int, ways: int, coordinate: int) -> TensorSlice:
         """Return a coordinate's part of a dim. Raises ValueError where it does not divide
         evenly."""
         ranges = []
         start = 0
-        for section in self.lengths(length):
+        for section in self.section_lengths(length):
             if section % ways:
                 raise ValueError(f"{section} cannot be divided evenly over a tensor axis of {ways}")
             each = section // ways
@@ -90,14 +90,17 @@ class DimSplit(NamedTuple):
             start += section
         return TensorSlice(self.dim, tuple(ranges))
 
-    def divide(self, x: Tensor, ways: int) -> list[Tensor]:
+    def divide_tensor(self, x: Tensor, ways: int) -> list[Tensor]:
         """Return every coordinate's part of x (...), contiguous."""
         length = x.shape[self.dim]
-        return [self.slice(length, ways, coordinate).of(x) for coordinate in range(ways)]
+        return [
+            self.coordinate_slice(length, ways, coordinate).copy_from(x)
+            for coordinate in range(ways)
+        ]
 
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
+    def join_parts(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the whole of every coordinate's part."""
-        lengths = self.lengths(parts[0].shape[self.dim])
+        lengths = self.section_lengths(parts[0].shape[self.dim])
         by_section = zip(*(part.split(lengths, self.dim) for part in parts), strict=True)
         return torch.cat(list(itertools.chain.from_iterable(by_section)), self.dim)
 
@@ -126,7 +129,7 @@ class OperatorEdge(NamedTuple):
         """Nothing is to be done, neither for what is written nor for its gradient."""
         return (self.writes, self.returned) == (self.reads, self.gradient)
 
-    def cut(self, split: str) -> DimSplit:
+    def dim_split(self, split: str) -> DimSplit:
         return DimSplit(0) if split == "b" else DimSplit(-1, self.sections)
 
 
@@ -165,9 +168,9 @@ def _convert(x: Tensor, source: str, target: str, edge: OperatorEdge, axis: Tens
     if source == target:
         return x
     if source == COPY:
-        cut = edge.cut(target)
-        own_slice = cut.slice(x.shape[cut.dim], axis.size, axis.coordinate)
-        return own_slice.of(x)
+        cut = edge.dim_split(target)
+        own_slice = cut.coordinate_slice(x.shape[cut.dim], axis.size, axis.coordinate)
+        return own_slice.copy_from(x)
     x = x.contiguous()
     if target == COPY:
         if source == PARTIAL:
@@ -176,15 +179,15 @@ def _convert(x: Tensor, source: str, target: str, edge: OperatorEdge, axis: Tens
             return total
         parts = [torch.empty_like(x) for _ in range(axis.size)]
         dist.all_gather(parts, x, group=axis.group)
-        return edge.cut(source).join(parts)
-    parts = edge.cut(target).divide(x, axis.size)
+        return edge.dim_split(source).join_parts(parts)
+    parts = edge.dim_split(target).divide_tensor(x, axis.size)
     if source == PARTIAL:
         own = torch.empty_like(parts[axis.coordinate])
         dist.reduce_scatter(own, parts, group=axis.group)
         return own
     received = [torch.empty_like(part) for part in parts]
     dist.all_to_all(received, parts, group=axis.group)
-    return edge.cut(source).join(received)
+    return edge.dim_split(source).join_parts(received)
 
 
 def operator_edges(
@@ -261,7 +264,7 @@ def parameter_slices(
             # "d" is never divided: it is the rows of a matrix that writes it, else the columns.
             cut = DimSplit(1 if dims[0] == "d" else 0, sections(graph, dims))
             length = graph.size(dims.replace("d", ""))
-            slices[name] = cut.slice(length, ways, coordinate)
+            slices[name] = cut.coordinate_slice(length, ways, coordinate)
     if _splits_table_twice(graph, units, splits):
         slices.pop(TABLE, None)
     return slices
@@ -316,40 +319,40 @@ class Layouts:
             self._edges = operator_edges(graph, units, splits)
             self._splits_table_twice = _splits_table_twice(graph, units, splits)
 
-    def split(self, op: str) -> str:
+    def operator_split(self, op: str) -> str:
         return self.axis.splits.get(op, "")
 
-    def ways(self, op: str) -> int:
+    def operator_ways(self, op: str) -> int:
         """Return the parts that an operator's own dims come in."""
-        return 1 if self.split(op) in ("", "b") else self.axis.size
+        return 1 if self.operator_split(op) in ("", "b") else self.axis.size
 
-    def shards(self, table: str) -> int:
+    def table_shards(self, table: str) -> int:
         """Return the parts that a table's rows come in."""
         return self.axis.size if table in self.slices else 1
 
-    def between(self, x: Tensor, writer: str, reader: str) -> Tensor:
+    def convert_between(self, x: Tensor, writer: str, reader: str) -> Tensor:
         """Convert a tensor (...) from the layout of `writer` to that of `reader`."""
         edge = self._edges.get((writer, reader))
         return x if edge is None else Convert.apply(x, edge, self.axis)
 
-    def once(self, x: Tensor) -> Tensor:
+    def count_once(self, x: Tensor) -> Tensor:
         """Return x (...) on the first rank and zeros on the others, to be added to summands: of
         their sum each rank gets the whole gradient, and so does x."""
         return x if self.axis.coordinate == 0 else x - x.detach()
 
-    def shard(self, op: str) -> VocabularyShard | None:
+    def vocabulary_shard(self, op: str) -> VocabularyShard | None:
         """Return the part of the vocabulary of an operator that is split over it."""
-        if self.split(op) != "v":
+        if self.operator_split(op) != "v":
             return None
         axis = self.axis
         return VocabularyShard(axis.group, self.vocabulary // axis.size * axis.coordinate)
 
-    def table(self, weight_VD: Tensor, op: str) -> Tensor:
+    def operator_table(self, weight_VD: Tensor, op: str) -> Tensor:
         """Return the part of a table that an operator uses. Of one that both ends use unlike each
         other, each rank gets a summand of the gradient: a copy's counts once."""
-        if not self._splits_table_twice or self.split(op) == "b":
+        if not self._splits_table_twice or self.operator_split(op) == "b":
             return weight_VD
-        shard = self.shard(op)
+        shard = self.vocabulary_shard(op)
         if shard is not None:
             return weight_VD.narrow(0, shard.first, self.vocabulary // self.axis.size)
         return weight_VD if self.axis.coordinate == 0 else Uncounted.apply(weight_VD)

@@ -125,8 +125,8 @@ class Executor:
         if shared and (topology.first or topology.last):
             self.tied = TiedEmbedding(topology, self.state, self.messenger, self._table_rows())
         self.outer = OuterStep(topology, self.state, self.whole) if plan.sync else None
-        self.grad_reducer.passed = self.param_gather.passed
-        self.grad_reducer.done = self._on_bucket_reduced
+        self.grad_reducer.on_bucket_ready = self.param_gather.on_bucket_ready
+        self.grad_reducer.on_bucket_reduced = self._on_bucket_reduced
 
     def _matrix_updates(self, group: dist.ProcessGroup | None) -> MatrixUpdates:
         topology = self.topology
@@ -152,37 +152,37 @@ class Executor:
 
     def _on_bucket_reduced(self, bucket: int) -> None:
         if self.tied is not None and self.state.buckets[bucket].tied:
-            self.tied.complete()
+            self.tied.on_grad_ready()
 
     # -- a step
     #   --------------------------------------------------------------------------------------------
 
-    def gradients(
+    def compute_gradients(
         self, tokens: NDArray[np.int64], read: Callable[[int], Batch], scale: float
     ) -> Outcome:
         """Make the passes of a step and the sums of its gradients, of `scale` times the summed
         loss; the state then holds them. `tokens` are all that the replica reads in the step."""
         tied = self.tied
         if tied is not None:
-            tied.expect(tokens)
+            tied.post_receives(tokens)
         # Where every worker knows the norm by itself, the loss is sent before the last backward
         # pass.
         norm_is_local = len(self.totals.others) > 0 and not self._has_partial_gradient
-        loss = self.pipeline.train(read, scale, self._send_loss if norm_is_local else None)
+        loss = self.pipeline.train_step(read, scale, self._send_loss if norm_is_local else None)
         with self.spans("collective"):
             if tied is not None:
-                tied.release()
-            self.grad_reducer.finish()
+                tied.on_passes_done()
+            self.grad_reducer.finish_sums()
             # Only the first stage counts the table in the norm: the others send theirs before they
             # wait for it.
             if tied is not None and self.topology.first:
-                tied.add()
-        squares = self.state.square_sum(None if norm_is_local else self._counts_in_norm)
+                tied.add_received()
+        squares = self.state.squared_grad_norm(None if norm_is_local else self._counts_in_norm)
         if not norm_is_local:
             self._send_totals(float(loss), squares)
         with self.spans("collective"):
             if tied is not None and not self.topology.first:
-                tied.add()
+                tied.add_received()
         with self.spans("receive"):
             received = self.totals.receive_values()
         by_rank = {}
@@ -193,27 +193,29 @@ class Executor:
             squares = sum(rank_squares for _, rank_squares in by_rank.values())
         return Outcome(total_loss, math.sqrt(squares), by_rank)
 
-    def update(self, optimizer: Optimizer, lr: float, step: int, divisor: float) -> None:
+    def optimizer_step(self, optimizer: Optimizer, lr: float, step: int, divisor: float) -> None:
         """Make one step of the optimizer, `step` counting from 1, on gradients divided by
         `divisor`."""
         with self.spans("update"):
-            self.state.update(optimizer, lr, step, divisor)
+            self.state.optimizer_step(optimizer, lr, step, divisor)
             if optimizer.average and self.outer is None:
-                self.state.follow(self.state.master, ema_decay(optimizer.average, step))
+                self.state.update_weight_average(
+                    self.state.master, ema_decay(optimizer.average, step)
+                )
         with self.spans("collective"):
-            self.param_gather.publish()
-        self.messenger.settle()
+            self.param_gather.all_gather_updated()
+        self.messenger.wait_for_previous_step()
 
-    def meet(self, step: int, last: bool) -> None:
+    def synchronize_replicas(self, step: int, last: bool) -> None:
         """Synchronize the replicas, which have made their steps up to `step`: `OuterStep.meet`."""
         assert self.outer is not None
-        self.outer.meet(last)
+        self.outer.synchronize_replicas(last)
         self._publish_outer_step(step)
 
-    def finish(self, step: int) -> None:
+    def finish_outer_sync(self, step: int) -> None:
         """Take the exchange under way: no outer sync comes any more."""
         assert self.outer is not None
-        self.outer.finish()
+        self.outer.finish_exchange()
         self._publish_outer_step(step)
 
     def _publish_outer_step(self, step: int) -> None:
@@ -221,15 +223,15 @@ class Executor:
         average = plan.train.optimizer.average
         if average and self.outer is not None and plan.sync is not None:
             decay = ema_decay(average, step) ** plan.sync.every
-            self.state.follow(self.outer.anchor, decay)
-        self.param_gather.publish()
+            self.state.update_weight_average(self.outer.synced_parameters, decay)
+        self.param_gather.all_gather_updated()
 
-    def skip(self) -> None:
+    def skip_step(self) -> None:
         """Drop the gradients of this step, which overflowed, and their quantization residuals: the
         next have another scale."""
-        self.state.clear()
-        self.grad_reducer.forget()
-        self.messenger.settle()
+        self.state.clear_gradients()
+        self.grad_reducer.drop_residuals()
+        self.messenger.wait_for_previous_step()
 
     def _send_loss(self, loss: Tensor) -> None:
         self._send_totals(float(loss), 0.0)
@@ -262,58 +264,58 @@ class Executor:
     # -- evaluation and weights
     #   --------------------------------------------------------------------------------------------
 
-    def evaluate(self, batches: Iterable[Batch]) -> list[float]:
+    def evaluate_batches(self, batches: Iterable[Batch]) -> list[float]:
         """Return the summed loss of each row of microbatches; nothing where another worker counts
         them."""
         self.model.eval()
-        losses: list[float] = self.pipeline.evaluate(batches).tolist()
+        losses: list[float] = self.pipeline.evaluate_batches(batches).tolist()
         self.model.train()
-        self.messenger.settle()
+        self.messenger.wait_for_previous_step()
         return losses if self._counts_loss else []
 
     @contextmanager
-    def met(self) -> Iterator[None]:
+    def evaluation_weights(self) -> Iterator[None]:
         """Give the model the run's weights meanwhile: their average, or what a checkpoint has,
         which is the model of all replicas' last outer sync."""
         outer = self.outer if self.outer is not None and self.outer.under_way else None
         if self.state.average:
-            self.state.swap_average()
+            self.state.swap_weight_average()
         elif outer is not None:
             outer.show_synced()
         else:
             yield
             return
-        self.publish()
+        self.publish_masters()
         yield
         if self.state.average:
-            self.state.swap_average()
+            self.state.swap_weight_average()
         elif outer is not None:
             outer.show_own()
-        self.publish()
+        self.publish_masters()
 
-    def load(self, values: Iterable[tuple[str, Tensor]]) -> None:
+    def load_parameters(self, values: Iterable[tuple[str, Tensor]]) -> None:
         """Take the whole values of all parameters of the model: of each, the part that is here."""
-        self.state.load(self._own_parts(values))
-        self.begin()
+        self.state.load_parameters(self._own_parts(values))
+        self.begin_run()
 
     def _own_parts(self, values: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         own_names = set(self.state.names)
         for name, whole in values:
             if name in own_names:
                 cut = self.model.slices.get(name)
-                yield name, whole if cut is None else cut.of(whole)
+                yield name, whole if cut is None else cut.copy_from(whole)
 
-    def begin(self) -> None:
+    def begin_run(self) -> None:
         """Make the masters the first weights of a run."""
-        self.publish()
-        self.state.begin_average()
+        self.publish_masters()
+        self.state.begin_weight_average()
         if self.outer is not None:
-            self.outer.start()
+            self.outer.start_from_masters()
 
-    def publish(self) -> None:
+    def publish_masters(self) -> None:
         """Publish the masters after they changed otherwise than by `update`."""
-        self.state.publish()
-        self.param_gather.publish()
+        self.state.publish_masters()
+        self.param_gather.all_gather_updated()
 
 
 def ema_decay(share: float, step: int) -> float:

@@ -64,7 +64,7 @@ class GradReducer:
         self._feedback = ErrorFeedback(Codec(self._sync.bits))
         #: Whether the coming step sends in 32 bits, with the quantization residuals of the steps
         #: before.
-        self.settles = False
+        self.flush_residuals = False
         # Gloo reports that a message has come only to the thread that waits for it; those of a
         # phase come in order.
         self._scatter_waiter = ThreadPoolExecutor(1)
@@ -76,8 +76,8 @@ class GradReducer:
         #: By bucket and sender: receives of sums over sites, posted before the backward pass.
         self._coming: dict[int, dict[int, Posted]] = {}
         self._active: list[_Running] = []
-        self.passed: Callable[[int], None] = lambda bucket: None
-        self.done: Callable[[int], None] = lambda bucket: None
+        self.on_bucket_ready: Callable[[int], None] = lambda bucket: None
+        self.on_bucket_reduced: Callable[[int], None] = lambda bucket: None
         state.on_grad = self._on_grad
 
     def _make_groups(self, groups: ProcessGroups) -> None:
@@ -108,14 +108,14 @@ class GradReducer:
 
     @property
     def _codec(self) -> Codec:
-        return FP32_CODEC if self.settles else self._feedback.codec
+        return FP32_CODEC if self.flush_residuals else self._feedback.codec
 
-    def forget(self) -> None:
+    def drop_residuals(self) -> None:
         """Drop the quantization residuals of gradients: they are not to be added to the next
         ones."""
         self._feedback.residuals.clear()
 
-    def arm(self, last: bool) -> None:
+    def prepare_backward(self, last: bool) -> None:
         """Prepare for the next backward pass; the step's last one if `last`."""
         self._missing = []
         if not last and self._state.division.zero < 2:
@@ -161,10 +161,10 @@ class GradReducer:
             bucket = self._state.home[index][0]
             self._missing[bucket] -= 1
             if self._missing[bucket] == 0:
-                self.passed(bucket)
+                self.on_bucket_ready(bucket)
                 phases = self._reduce_bucket(bucket, self._last, self._round)
                 self._active.append(_Running(bucket, phases))
-        self.progress()
+        self.progress_buckets()
         if self._state.division.zero >= 2:
             self._progress_while(self._holds_too_much)
 
@@ -174,7 +174,7 @@ class GradReducer:
             elements += self._state.buckets[running.bucket].size
         return 4 * elements > UNDER_WAY
 
-    def progress(self) -> bool:
+    def progress_buckets(self) -> bool:
         """Advance every bucket as far as what it waits for has come; whether any advanced."""
         advanced = False
         # The phase that a bucket may enter last: that of the bucket before it.
@@ -184,13 +184,13 @@ class GradReducer:
                 running.next_phase()
                 advanced = True
                 if running.ended:
-                    self.done(running.bucket)
+                    self.on_bucket_reduced(running.bucket)
             limit = sys.maxsize if running.ended else running.phase
         while self._active and self._active[0].ended:
             self._active.pop(0)
         return advanced
 
-    def finish(self) -> None:
+    def finish_sums(self) -> None:
         """Wait until the sums of all buckets are complete."""
         if any(count > 0 for count in self._missing):
             raise RuntimeError("a parameter got no gradient: its bucket was never sent")
@@ -201,7 +201,7 @@ class GradReducer:
         """Look after what is under way as long as it is needed."""
         pause = SHORTEST_S
         while needed():
-            if self.progress():
+            if self.progress_buckets():
                 pause = SHORTEST_S
             else:
                 time.sleep(pause)
@@ -303,8 +303,10 @@ class GradReducer:
         mine = full.reshape(-1)
         own = self._rank
         codec = self._codec
-        encode_ = self._feedback.settle_ if self.settles else self._feedback.encode_
-        content = encode_(b, mine)
+        quantize_ = (
+            self._feedback.flush_residual_ if self.flush_residuals else self._feedback.quantize_
+        )
+        content = quantize_(b, mine)
         number = self._across_tag(b)
         for rank in posted:
             self._messenger.send(content, rank, number)
@@ -314,12 +316,12 @@ class GradReducer:
         order = sorted([*contents, own])
         # The first two of a sum may change places, so that most begin with what is here already.
         first = own if own in order[:2] else order[0]
-        total = mine if first == own else codec.decode(contents[first], len(mine))
+        total = mine if first == own else codec.dequantize(contents[first], len(mine))
         for rank in order:
             if rank == own != first:
                 total.add_(mine)
             elif rank != first:
-                codec.add(total, contents[rank])
+                codec.add_dequantized(total, contents[rank])
         if total is not mine:
             mine.copy_(total)
 

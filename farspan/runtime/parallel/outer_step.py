@@ -27,7 +27,7 @@ from farspan.runtime.comm.quantize import Codec, ErrorFeedback
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.state.full_state import BucketManifest, FullState, Piece
 from farspan.runtime.state.train_state import TrainState
-from farspan.semantics.layout import HeldRange, Send, transfer
+from farspan.semantics.layout import HeldRange, Send, plan_reshard
 
 #: Bytes of a message between replicas at most; and what the workers of a site have under way to
 #: those of another one, all together: a little more than 1 Gbit/s carries in a round trip of 100
@@ -53,7 +53,7 @@ class OuterStep:
         self._shares = [replica.batch / plan.train.batch for replica in plan.replicas]
         #: By bucket: parameters of the last outer sync, the outer momentum, and the masters that
         #: the exchange under way started from.
-        self.anchor = [master.clone() for master in state.master]
+        self.synced_parameters = [master.clone() for master in state.master]
         self.momentum = [torch.zeros_like(master) for master in state.master]
         self._started_from: list[Tensor] | None = None
         self._feedback = ErrorFeedback(Codec(self._sync.bits))
@@ -82,20 +82,20 @@ class OuterStep:
                 return False
         return len(parts) <= 1
 
-    def meet(self, last: bool) -> None:
+    def synchronize_replicas(self, last: bool) -> None:
         """Synchronize the replicas after H steps. Without overlap, and at the end of the run, all
         resume from one model."""
         if self._started_from is not None:
-            self._apply_outer_step()
+            self._nesterov_outer_step()
         if self._sync.overlap and not last:
             self._begin_overlapped()
             return
-        self._send_changes()
-        self._apply_outer_step()
+        self._send_pseudo_gradient()
+        self._nesterov_outer_step()
 
     def _begin_overlapped(self) -> None:
         self._started_from = [master.clone() for master in self._state.master]
-        self._send_changes()
+        self._send_pseudo_gradient()
 
     @property
     def under_way(self) -> bool:
@@ -105,40 +105,40 @@ class OuterStep:
     def show_synced(self) -> None:
         """Make the masters those of the last outer sync, the same in all replicas, until
         `show_own`; directly after an outer sync with an exchange under way."""
-        _copy_all(self.anchor, self._state.master)
+        _copy_all(self.synced_parameters, self._state.master)
 
     def show_own(self) -> None:
         """Make the masters this replica's own again."""
         assert self._started_from is not None
         _copy_all(self._started_from, self._state.master)
 
-    def finish(self) -> None:
+    def finish_exchange(self) -> None:
         """Take the exchange under way: no outer sync comes any more."""
-        self._apply_outer_step()
+        self._nesterov_outer_step()
 
-    def close(self) -> None:
+    def close_messages(self) -> None:
         """Wait for all that this worker has sent: a worker that exits before cuts the others
         off."""
         self._messenger.close()
 
-    def start(self) -> None:
+    def start_from_masters(self) -> None:
         """Begin from these masters, as after a first outer sync."""
-        _copy_all(self._state.master, self.anchor)
+        _copy_all(self._state.master, self.synced_parameters)
 
     @property
     def diverged(self) -> bool:
         """Whether this worker has diverged from the model of the last outer sync."""
-        pairs = zip(self.anchor, self._state.master, strict=True)
+        pairs = zip(self.synced_parameters, self._state.master, strict=True)
         return any(not torch.equal(anchor, master) for anchor, master in pairs)
 
-    def resume(self, diverged: bool) -> None:
+    def resume_exchange(self, diverged: bool) -> None:
         """Resume from masters, anchor and momentum of an outer sync; where any worker `diverged`,
         an exchange was under way: it is sent again."""
         self._started_from = None
         if self._sync.overlap and diverged:
             self._begin_overlapped()
 
-    def _send_changes(self) -> None:
+    def _send_pseudo_gradient(self) -> None:
         """Send what this replica changed, and post receives for what the others did."""
         number = self._count
         self._count += 1
@@ -159,13 +159,13 @@ class OuterStep:
                 elements = send.stop - send.start
                 handed.append(self._messenger.post(elements, torch.float32, send.source, inside))
             self._coming[r] = _Exchange(receives, handed)
-        pairs = zip(self.anchor, self._state.master, strict=True)
+        pairs = zip(self.synced_parameters, self._state.master, strict=True)
         self._own = own = torch.cat([anchor - master for anchor, master in pairs]).cpu()
         encoded: dict[tuple[int, int], Tensor] = {}
         for chunk in itertools.chain.from_iterable(route.chunks for route in self._routes.values()):
             if chunk not in encoded:
                 content = self._space.read_range(own, *chunk)
-                encoded[chunk] = self._feedback.encode_(chunk, content)
+                encoded[chunk] = self._feedback.quantize_(chunk, content)
                 # Everyone adds what went over the link, this replica too.
                 self._space.write_range(own, chunk[0], content)
         for r, route in self._routes.items():
@@ -190,19 +190,19 @@ class OuterStep:
             self._messenger.send(part, target, number)
             sent += part.nbytes
 
-    def _apply_outer_step(self) -> None:
+    def _nesterov_outer_step(self) -> None:
         """Make the outer step on what all replicas changed, and set this replica's parameters."""
         assert self._own is not None
         changes = {self._replica: self._own}
         for r, route in self._routes.items():
-            changes[r] = self._receive_change(r, route)
+            changes[r] = self._receive_pseudo_gradient(r, route)
         total = torch.zeros(self._space.size)
         for r in sorted(changes):
             total.add_(changes[r], alpha=self._shares[r])
         masters = self._state.master
         gradients = total.split(self._space.sizes)
         for b, master in enumerate(masters):
-            anchor = self.anchor[b]
+            anchor = self.synced_parameters[b]
             momentum = self.momentum[b]
             gradient = gradients[b].to(master.device)
             # Nesterov's momentum as torch.optim.SGD has it.
@@ -216,10 +216,10 @@ class OuterStep:
                 master.copy_(anchor + (master - self._started_from[b]))
         self._started_from = None
         self._own = None
-        self.close()
-        self._state.publish()
+        self.close_messages()
+        self._state.publish_masters()
 
-    def _receive_change(self, r: int, route: _Route) -> Tensor:
+    def _receive_pseudo_gradient(self, r: int, route: _Route) -> Tensor:
         """Return replica `r`'s change of the parameters that this worker owns; pass it on to those
         of its site that own it too."""
         space = self._space
@@ -232,7 +232,7 @@ class OuterStep:
                 # The other side has room again for as much as came: both do the same.
                 self._send_parts(r, PART)
             elements = send.stop - send.start
-            content = self._feedback.codec.decode(torch.cat(arrived), elements)
+            content = self._feedback.codec.dequantize(torch.cat(arrived), elements)
             space.write_range(change, send.start, content)
         self._send_parts(r, None)
         inside = tag(MessageChannel.OUTER + r, self._count - 1, inside=True)
@@ -401,8 +401,8 @@ class _Route:
         rank = topology.rank
         mine = space.parts[topology.replica_index]
         theirs = space.parts[other]
-        out, _ = transfer(mine, theirs, topology.site)
-        into, spread = transfer(theirs, mine, topology.site)
+        out, _ = plan_reshard(mine, theirs, topology.site)
+        into, spread = plan_reshard(theirs, mine, topology.site)
         # In the order of elements: what `_most_ahead` counts holds for that alone.
         by_start = operator.attrgetter("start")
         self.sends = sorted((send for send in out if send.source == rank), key=by_start)

@@ -54,9 +54,9 @@ class ParamGather:
                 self._gather_around(block, len(self._blocks))
                 self._blocks.append(tuple(buckets))
             for bucket in range(len(state.buckets)):
-                self.release(bucket)
+                self.release_bucket(bucket)
 
-    def publish(self) -> None:
+    def all_gather_updated(self) -> None:
         """Give every worker the whole of what others own after an update, unless it is gathered
         when it is needed."""
         if self._divided or self._group is None:
@@ -64,11 +64,11 @@ class ParamGather:
         works = []
         for b, bucket in enumerate(self._state.buckets):
             if bucket.ways > 1:
-                works.append(self._start_gather(b))
+                works.append(self._all_gather_bucket(b))
         for work in works:
             work.wait()
 
-    def begin(self) -> None:
+    def begin_passes(self) -> None:
         """Gather what stays for all passes over the stage, before them."""
         if self._divided:
             come_and_go = set(itertools.chain.from_iterable(self._blocks))
@@ -78,14 +78,14 @@ class ParamGather:
                     stays.append(b)
             self._gather_all(stays)
 
-    def end(self) -> None:
+    def end_passes(self) -> None:
         """Release all after the passes."""
         if self._divided:
             for b in range(len(self._state.buckets)):
-                self.release(b)
+                self.release_bucket(b)
             self._backward.clear()
 
-    def release(self, bucket: int) -> None:
+    def release_bucket(self, bucket: int) -> None:
         """Give a bucket's memory back, once nothing that was gathered for it is still coming."""
         if self._state.buckets[bucket].ways > 1 and self._divided:
             work = self._coming.pop(bucket, None)
@@ -93,13 +93,13 @@ class ParamGather:
                 work.wait()
             self._state.working[bucket].untyped_storage().resize_(0)
 
-    def passed(self, bucket: int) -> None:
+    def on_bucket_ready(self, bucket: int) -> None:
         """Release a bucket: its gradients of one backward pass are complete."""
         if bucket in self._backward:
             self._backward.discard(bucket)
-            self.release(bucket)
+            self.release_bucket(bucket)
 
-    def _start_gather(self, b: int) -> dist.Work:
+    def _all_gather_bucket(self, b: int) -> dist.Work:
         # `data` counts no versions: what the backward pass saved of these weights is what comes
         # back.
         whole = self._state.working[b].data
@@ -114,7 +114,7 @@ class ParamGather:
         storage = full.untyped_storage()
         if b not in self._coming and storage.size() == 0:
             storage.resize_(full.numel() * full.itemsize)
-            self._coming[b] = self._start_gather(b)
+            self._coming[b] = self._all_gather_bucket(b)
 
     def _gather_all(self, buckets: Sequence[int]) -> None:
         """Gather these buckets, all at once."""
@@ -137,7 +137,7 @@ class ParamGather:
             if output.requires_grad:
                 output.register_hook(lambda gradient: self._before_backward(place))
             for b in self._blocks[place]:
-                self.release(b)
+                self.release_bucket(b)
 
         block.register_forward_pre_hook(before)
         block.register_forward_hook(after)

@@ -1,7 +1,7 @@
 """A step of one worker's stage: the passes of its schedule, and the messages to the stages before
 and after it.
 
-The order of passes is the one that the estimator simulates (`semantics.pass_order`). Every message
+The order of passes is the one that the estimator simulates (`order_1f1b_passes`). Every message
 has a receive that was posted before the sender can be that far ahead, over the end of the step too,
 so that it travels at once; nobody waits for a send. A whole model is a pipeline of one stage.
 """
@@ -22,7 +22,7 @@ from farspan.runtime.parallel.grad_sync import GradReducer
 from farspan.runtime.parallel.param_gather import ParamGather
 from farspan.runtime.parallel.stage_sends import StageMessages, StageSends
 from farspan.runtime.spans import Spans
-from farspan.semantics.pass_order import depths_in_flight, pass_order
+from farspan.semantics.pass_order import depths_in_flight, order_1f1b_passes
 
 
 class Batch(NamedTuple):
@@ -60,7 +60,7 @@ class Pipeline:
         self._device = torch.device(topology.device)
         self._edges = StageSends(topology, groups, messenger, self._depths)
 
-    def train(
+    def train_step(
         self,
         read: Callable[[int], Batch],
         scale: float,
@@ -75,27 +75,27 @@ class Pipeline:
         microbatches = topology.replica.microbatches
         total = torch.zeros((), device=self._device)
         live: dict[int, tuple[Tensor, Tensor]] = {}
-        self._param_gather.begin()
-        for kind, i in pass_order(microbatches, self._depths[topology.stage_index]):
+        self._param_gather.begin_passes()
+        for kind, i in order_1f1b_passes(microbatches, self._depths[topology.stage_index]):
             if kind == "forward":
                 batch = read(i)
                 x = batch.inputs
                 if not topology.first:
                     x = self._receive_rows(edges.from_before, i).requires_grad_()
                 with spans("forward", i):
-                    y = self._model.advance(x, batch.dropout)
+                    y = self._model.forward_blocks(x, batch.dropout)
                     if topology.last:
-                        y = self._model.finish(y, batch.targets)
+                        y = self._model.summed_loss(y, batch.targets)
                         total += y.detach()
                 if not topology.last:
-                    edges.to_next.send(y)
+                    edges.to_next.send_rows(y)
                 live[i] = (x, y)
                 if on_loss is not None and i == microbatches - 1:
                     on_loss(total)
                 continue
             x, y = live.pop(i)
             gradient = None if topology.last else self._receive_rows(edges.from_next, i)
-            self._grad_reducer.arm(i == microbatches - 1)
+            self._grad_reducer.prepare_backward(i == microbatches - 1)
             with spans("backward", i):
                 # Given a gradient, torch imports its symbolic shapes first, half a second: a loss
                 # needs none.
@@ -104,30 +104,30 @@ class Pipeline:
                 y.backward(gradient)
             if not topology.first:
                 assert x.grad is not None
-                edges.to_before.send(x.grad)
-        self._param_gather.end()
+                edges.to_before.send_rows(x.grad)
+        self._param_gather.end_passes()
         return total
 
     def _receive_rows(self, messages: StageMessages, microbatch: int) -> Tensor:
         with self._spans("receive", microbatch):
-            return messages.take()
+            return messages.take_rows()
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> Tensor:
+    def evaluate_batches(self, batches: Iterable[Batch]) -> Tensor:
         """Return the summed loss of each row of all microbatches, each of this worker's rows of a
         microbatch; of a stage that is not the last, nothing."""
         topology = self._topology
         losses = [torch.zeros(0, device=self._device)]
-        self._param_gather.begin()
+        self._param_gather.begin_passes()
         for i, batch in enumerate(batches, 1):
-            x = batch.inputs if topology.first else self._edges.evaluated_before.take()
-            y = self._model.advance(x)
+            x = batch.inputs if topology.first else self._edges.evaluated_before.take_rows()
+            y = self._model.forward_blocks(x)
             if topology.last:
                 losses.append(self._model.row_losses(y, batch.targets))
             else:
-                self._edges.evaluated_next.send(y)
+                self._edges.evaluated_next.send_rows(y)
             # Else all that a whole validation sends would stay in memory.
             if i % EVALUATED == 0:
-                self._messenger.settle()
-        self._param_gather.end()
+                self._messenger.wait_for_previous_step()
+        self._param_gather.end_passes()
         return torch.cat(losses)

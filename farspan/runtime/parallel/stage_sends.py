@@ -1,8 +1,8 @@
 """The messages between two neighbouring stages, which may lie on unlike meshes.
 
-Every worker of a stage has rows of a microbatch; `semantics.layout.transfer` decides which worker
-sends which of them to which other one, each byte over a long link once. All messages that the
-sender may have under way have a receive that waits for them.
+Every worker of a stage has rows of a microbatch; `semantics.layout.plan_reshard` decides which
+worker sends which of them to which other one, each byte over a long link once. All messages that
+the sender may have under way have a receive that waits for them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from farspan.runtime.comm.quantize import Codec
 from farspan.runtime.comm.topology import ProcessGroups, Topology
 from farspan.runtime.state.train_state import WORKING_DTYPES
 from farspan.semantics.communications import rows_held
-from farspan.semantics.layout import Send, transfer
+from farspan.semantics.layout import Send, plan_reshard
 
 #: Microbatches of a validation that are under way between two stages.
 EVALUATED_AHEAD = 4
@@ -40,7 +40,7 @@ class StageSends:
             for edge, boundary in enumerate(replica.edges):
                 if boundary.streams > 1:
                     for k in range(boundary.streams):
-                        groups.together(*_stream_group(replica, edge, k))
+                        groups.make_with_all(*_stream_group(replica, edge, k))
         s = topology.stage_index
         # A stage is ahead of the next by what it has in flight, and maybe the first message of its
         # next step.
@@ -87,7 +87,7 @@ class StageMessages:
         sent_rows = rows_held(replica, source)
         wanted_rows = rows_held(replica, target)
         # Between stages, then inside the site of those that want them.
-        first, second = transfer(sent_rows, wanted_rows, topology.site)
+        first, second = plan_reshard(sent_rows, wanted_rows, topology.site)
         self._sends = [send for send in first if send.source == rank]
         self._receives = [send for send in first if send.target == rank]
         self._hands = [send for send in second if send.source == rank]
@@ -109,27 +109,27 @@ class StageMessages:
         self._taken = 0
         self._waiting: deque[list[Posted]] = deque()
 
-    def send(self, x: Tensor) -> None:
+    def send_rows(self, x: Tensor) -> None:
         """Send this worker's rows (rows, S, D) of the next message."""
         number = tag(self._channel, self._sent)
         for send in self._sends:
             content = self._flat_rows(x.detach().contiguous(), send)
             if self._codec is not None:
-                content = self._codec.encode(content)
+                content = self._codec.quantize(content)
             self._messenger.send(content, send.target, number, self._groups)
         self._sent += 1
 
-    def take(self) -> Tensor:
+    def take_rows(self) -> Tensor:
         """Return this worker's rows (rows, S, D) of the next message; hands on what others of its
         site want of them."""
-        self.post()
+        self.post_receives()
         x = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         arriving = iter(self._waiting.popleft())
         for send in self._receives:
             rows = self._flat_rows(x, send)
             content = next(arriving).wait().to(self._device)
             if self._codec is not None:
-                content = self._codec.decode(content, rows.numel())
+                content = self._codec.dequantize(content, rows.numel())
             rows.copy_(content)
         # Before waiting for what others hand on: they may wait for this.
         inside = tag(self._channel, self._taken, inside=True)
@@ -138,10 +138,10 @@ class StageMessages:
         for send in self._handed:
             self._flat_rows(x, send).copy_(next(arriving).wait())
         self._taken += 1
-        self.post()
+        self.post_receives()
         return x
 
-    def post(self) -> None:
+    def post_receives(self) -> None:
         """Post the receives of all messages that may be under way."""
         while len(self._waiting) < self._ahead:
             number = self._taken + len(self._waiting)

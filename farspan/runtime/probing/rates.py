@@ -36,7 +36,7 @@ COPIED = 2**28
 MAX_ALL_REDUCE_S = 20.0
 
 
-def device_rates(
+def measure_device_rates(
     planned: PlannedDevice,
     shapes: tuple[tuple[int, int, int], ...],
     dtypes: tuple[DType, ...],
@@ -67,15 +67,20 @@ def device_rates(
             del a, b
             release_memory(device)
         rates.append(MatmulRate(m=m, k=k, n=n, flops=flops))
+    bandwidth = _measure_memory_bandwidth(device, allowed)
+    return DeviceRates(
+        rates=tuple(rates), bandwidth=bandwidth, memory=memory, left_out=tuple(left_out)
+    )
+
+
+def _measure_memory_bandwidth(device: torch.device, allowed: int) -> float:
+    """Return bytes a second of a copy in the device's memory, in `allowed` bytes."""
     copied = min(COPIED, free_memory(device, allowed) // 8)
     source = torch.ones(max(4, copied) // 4, device=device)
     target = torch.empty_like(source)
     copy_s = _mean_seconds(lambda: target.copy_(source), device)
     # Every byte is read once and written once.
-    bandwidth = 2 * source.nbytes / copy_s
-    return DeviceRates(
-        rates=tuple(rates), bandwidth=bandwidth, memory=memory, left_out=tuple(left_out)
-    )
+    return 2 * source.nbytes / copy_s
 
 
 def _mean_seconds(work: Callable[[], object], device: torch.device) -> float:
@@ -93,7 +98,7 @@ def _mean_seconds(work: Callable[[], object], device: torch.device) -> float:
     return spent / calls
 
 
-def allreduce_seconds(
+def measure_allreduce(
     rank: int, world: int, device: PlannedDevice, sizes: tuple[int, ...], secret: bytes
 ) -> dict[int, float]:
     """Return the seconds of an all-reduce over all devices, by bytes: the slowest rank's median.
@@ -110,12 +115,12 @@ def allreduce_seconds(
             break
         # Gloo keeps a copy of what it sums, and a part of another.
         too_large = 3 * size > free_memory(opened, 2**62)
-        if max(group.gather(float(too_large))):
+        if max(group.all_gather(float(too_large))):
             break
         tensor = torch.zeros(max(1, size // 4), device=opened)
 
         def seconds(tensor: Tensor = tensor) -> float:
-            group.sum(0.0)  # All start together.
+            group.all_reduce_sum(0.0)  # All start together.
             began = time.perf_counter()
             dist.all_reduce(tensor)
             synchronize_device(opened)
@@ -123,10 +128,10 @@ def allreduce_seconds(
 
         seconds()
         # The same number on every rank: over TIMED_S by the slowest one's second try.
-        slowest_s = max(group.gather(seconds()))
+        slowest_s = max(group.all_gather(seconds()))
         repeats = max(2, min(MAX_ALL_REDUCES, round(RATE_S / slowest_s)))
         taken = [seconds() for _ in range(repeats)]
         # Every rank keeps the same figure, or they would disagree on when to stop.
-        times[size] = max(group.gather(statistics.median(taken)))
+        times[size] = max(group.all_gather(statistics.median(taken)))
     group.close()
     return times

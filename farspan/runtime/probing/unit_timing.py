@@ -139,8 +139,8 @@ class _Unit:
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         self._x = x if self._is_embedding else x.detach().requires_grad_()
-        y = self._model.advance(self._x)
-        self._y = self._model.finish(y, targets) if self._is_head else y
+        y = self._model.forward_blocks(self._x)
+        self._y = self._model.summed_loss(y, targets) if self._is_head else y
         synchronize_device(self._device)
         return self._y
 
@@ -150,12 +150,12 @@ class _Unit:
         return self._x.grad
 
     def clear(self) -> None:
-        self._state.clear()
+        self._state.clear_gradients()
         self._x = torch.empty(0)
         self._y = self._x
 
     def end(self) -> None:
-        self._state.end()
+        self._state.remove_hooks()
 
 
 def _time_units(units: dict[str, _Unit], tokens: Tensor) -> dict[str, tuple[float, float]]:

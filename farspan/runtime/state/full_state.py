@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from farspan.runtime.comm.channels import MessageChannel, tag
-from farspan.runtime.comm.collective import gather_bytes
+from farspan.runtime.comm.collective import all_gather_bytes
 from farspan.runtime.comm.messages import Messenger, Posted
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.model.tensor_axis import TensorSlice
@@ -73,13 +73,13 @@ class FullState:
         self.manifests = [own]
         world = len(topology.plan.devices)
         if world > 1:
-            contents = gather_bytes(msgspec.msgpack.encode(own), topology.rank, world)
+            contents = all_gather_bytes(msgspec.msgpack.encode(own), topology.rank, world)
             decode = msgspec.msgpack.Decoder(BucketManifest).decode
             self.manifests = [decode(content) for content in contents]
         self._rounds = itertools.count()
         self._handed = itertools.count()
 
-    def collect(self, flats: Sequence[Tensor], replica: int = 0) -> dict[str, Tensor]:
+    def collect_parameters(self, flats: Sequence[Tensor], replica: int = 0) -> dict[str, Tensor]:
         """Return the parameters of one replica, whole and on rank 0, from what each worker keeps by
         bucket: masters, moments, or gradients. Empty on other ranks."""
         number = tag(MessageChannel.FULL_STATE, next(self._rounds))
@@ -156,7 +156,7 @@ class FullState:
         calls `receive`."""
         self._send_buckets(ranks, content, tag(MessageChannel.HANDED_OUT, next(self._handed)))
 
-    def receive(self, flats: Sequence[Tensor]) -> None:
+    def receive_buckets(self, flats: Sequence[Tensor]) -> None:
         """Fill this worker's buckets with what rank 0 sends."""
         self._receive_buckets(flats, tag(MessageChannel.HANDED_OUT, next(self._handed)))
 
@@ -171,7 +171,7 @@ class FullState:
                     if len(values):  # Of Muon's matrices there is no second moment.
                         self._messenger.send(values, rank, number)
             # Few are held at once. A receiver has posted all of them before it waits for any.
-            self._messenger.settle()
+            self._messenger.wait_for_previous_step()
         self._messenger.close()
 
     def _receive_buckets(self, flats: Sequence[Tensor], number: int) -> None:
@@ -187,7 +187,7 @@ class FullState:
         for piece in manifest.pieces[b]:
             local = whole[piece.name]
             if piece.slice is not None:
-                local = piece.slice.of(local)
+                local = piece.slice.copy_from(local)
             flat = local.reshape(-1)
             content[piece.in_bucket] = flat[piece.start : piece.stop]
         return content
@@ -212,7 +212,7 @@ def _make_manifest(
     buckets = state.buckets
     pieces: list[list[Piece]] = [[] for _ in buckets]
     for i, name in enumerate(state.names):
-        start, stop, where = state.owned(i)
+        start, stop, where = state.owned_range(i)
         if stop > start:
             shape = tuple(state.shapes[i])
             b, _ = state.home[i]

@@ -29,7 +29,7 @@ C = 2.0315
 LEAST_NORM = 1e-7
 
 
-def orthogonalize(x_AMN: Tensor, iterations: int, dtype: torch.dtype) -> Tensor:
+def newton_schulz(x_AMN: Tensor, iterations: int, dtype: torch.dtype) -> Tensor:
     """Return matrices (A, ., .) with their singular vectors, and singular values between about 0.7
     and 1.2, by products in `dtype`."""
     tall = x_AMN.shape[-2] > x_AMN.shape[-1]
@@ -74,7 +74,7 @@ class MatrixUpdates:
     def matrix_names(self) -> frozenset[str]:
         return frozenset(self._matrices)
 
-    def directions(
+    def muon_directions(
         self, parameter_names: Sequence[str], momenta: Sequence[Tensor], iterations: int
     ) -> list[Tensor]:
         """Return of each momentum (parameter's part here) the same part of the step that an
@@ -105,7 +105,7 @@ class MatrixUpdates:
                 targets[target.shape].append(target)
         for shape, same_shape in parts.items():
             scale = 0.2 * max(shape) ** 0.5
-            made = orthogonalize(torch.stack(same_shape), iterations, self._dtype)
+            made = newton_schulz(torch.stack(same_shape), iterations, self._dtype)
             for target, direction in zip(targets[shape], made, strict=True):
                 torch.mul(direction, scale, out=target)
         return directions
@@ -126,7 +126,7 @@ class MatrixUpdates:
             end = at + part.numel()
             if k == rank:
                 pieces = [flat[at:end].view(part.shape) for flat in by_rank]
-                own[name] = self._splits[name].join(pieces)
+                own[name] = self._splits[name].join_parts(pieces)
             at = end
 
         # Every rank sends what it made, filled up to as much as the most.
@@ -149,7 +149,7 @@ class MatrixUpdates:
             matrix = self._matrices[name]
             start = end - matrix.rows * matrix.columns
             direction = by_rank[k][start:end].view(matrix.rows, matrix.columns)
-            directions[name] = self._slices[name].of(direction)
+            directions[name] = self._slices[name].copy_from(direction)
         return directions
 
     def _gather_flat(self, flat: Tensor) -> list[Tensor]:

@@ -21,7 +21,7 @@ from farspan.runtime.comm.channels import MessageChannel, tag
 from farspan.runtime.comm.messages import Messenger, Posted
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.state.train_state import TrainState
-from farspan.semantics.layout import HeldRange, Send, transfer
+from farspan.semantics.layout import HeldRange, Send, plan_reshard
 
 TABLE = "tok.weight"
 
@@ -59,7 +59,7 @@ class TiedEmbedding:
             ends.reverse()
         (self._mine, self._own_channel), (self._theirs, self._other_channel) = ends
 
-    def expect(self, tokens: NDArray[np.int64]) -> None:
+    def post_receives(self, tokens: NDArray[np.int64]) -> None:
         """Post the receives of a step that reads these tokens."""
         self._count += 1
         self._complete = False
@@ -95,13 +95,13 @@ class TiedEmbedding:
                 receives.append((rows, posted))
         return receives
 
-    def complete(self) -> None:
+    def on_grad_ready(self) -> None:
         """Report that this end's own gradient is summed."""
         self._complete = True
         if self._released:
             self._send_rows()
 
-    def release(self) -> None:
+    def on_passes_done(self) -> None:
         """Report that this worker has no more passes: nothing that is more urgent will be sent."""
         self._released = True
         if self._complete:
@@ -116,7 +116,7 @@ class TiedEmbedding:
                 rows = self._local_rows(self._sent_rows[send.start : send.stop])
                 self._messenger.send(table[rows].reshape(-1), send.target, number)
 
-    def add(self) -> None:
+    def add_received(self) -> None:
         """Add the other end's gradient, and hand it on inside the site."""
         table = self._gradient()
         gradient = torch.empty(len(self._received_rows), table.shape[1])
@@ -142,14 +142,14 @@ class TiedEmbedding:
                 ranges.append(HeldRange(rank, int(low), int(high)))
             return ranges
 
-        return transfer(held_ranges(source), held_ranges(target), self._topology.site)
+        return plan_reshard(held_ranges(source), held_ranges(target), self._topology.site)
 
     def _gradient(self) -> Tensor:
         """Return the summed gradient of this end's part of the table."""
         b, _ = self._state.home[self._index]
         full = self._state.collected[b]
         assert full is not None
-        return self._state.view({b: full}, self._index)  # type: ignore[arg-type]
+        return self._state.view_parameter({b: full}, self._index)  # type: ignore[arg-type]
 
     def _local_rows(self, rows: NDArray[np.int64]) -> Tensor:
         first, _ = self._rows[self._rank]

@@ -19,9 +19,9 @@ from farspan.runtime.state.muon import MatrixUpdates
 from farspan.runtime.state.zero_buckets import (
     Bucket,
     ZeroDivision,
-    decay_segment,
     divide_buckets,
     owned_length,
+    weight_decay_segment,
 )
 
 WORKING_DTYPES: dict[Precision, torch.dtype] = {
@@ -75,7 +75,7 @@ class TrainState:
         self.parameters = self._replace_parameters(model, list(old.values()))
         values = [(name, value) for name, value in old.items() if not value.is_meta]
         if values:
-            self.load(values)
+            self.load_parameters(values)
 
     def _allocate(self) -> None:
         buckets = self.buckets
@@ -132,9 +132,11 @@ class TrainState:
         new: dict[nn.Parameter, nn.Parameter] = {}
         self._hooks = []
         for i, parameter in enumerate(old):
-            working = self.view(self.working, i)
+            working = self.view_parameter(self.working, i)
             replacement = nn.Parameter(working, requires_grad=parameter.requires_grad)
-            collect = self._collect_lasting(i) if self.division.zero < 2 else self._collect_sent(i)
+            collect = (
+                self._accumulate_lasting(i) if self.division.zero < 2 else self._accumulate_sent(i)
+            )
             self._hooks.append(replacement.register_post_accumulate_grad_hook(collect))
             new[parameter] = replacement
         for module in model.modules():
@@ -143,11 +145,11 @@ class TrainState:
                     module._parameters[name] = new[old_parameter]
         return list(new.values())
 
-    def _collect_lasting(self, index: int) -> Callable[[Tensor], None]:
+    def _accumulate_lasting(self, index: int) -> Callable[[Tensor], None]:
         """Return a hook that collects into a bucket that is there all the time: once a step's first
         gradient is, it is the parameter's own, to which torch adds the later ones, without Python,
         where both have one dtype."""
-        part = self.view(self.collected, index)  # type: ignore[arg-type]
+        part = self.view_parameter(self.collected, index)  # type: ignore[arg-type]
         same = self.dtype == torch.float32
 
         def collect(parameter: Tensor) -> None:
@@ -165,7 +167,7 @@ class TrainState:
 
         return collect
 
-    def _collect_sent(self, index: int) -> Callable[[Tensor], None]:
+    def _accumulate_sent(self, index: int) -> Callable[[Tensor], None]:
         """Return a hook that collects into a bucket that is new whenever the one before has been
         sent."""
         b, start = self.home[index]
@@ -193,13 +195,13 @@ class TrainState:
 
         return collect
 
-    def view(self, flats: Sequence[Tensor], index: int) -> Tensor:
+    def view_parameter(self, flats: Sequence[Tensor], index: int) -> Tensor:
         """Return parameter `index` inside whole buckets, in its own shape."""
         b, start = self.home[index]
         shape = self.shapes[index]
         return flats[b][start : start + shape.numel()].view(shape)
 
-    def owned(self, index: int) -> tuple[int, int, slice]:
+    def owned_range(self, index: int) -> tuple[int, int, slice]:
         """Return this worker's part of parameter `index`, flattened: [start, stop), and its place
         in its bucket's own part."""
         b, start = self.home[index]
@@ -211,7 +213,7 @@ class TrainState:
         where = slice(low - own.start, high - own.start)
         return low - start, high - start, where
 
-    def load(self, values: Iterable[tuple[str, Tensor]]) -> None:
+    def load_parameters(self, values: Iterable[tuple[str, Tensor]]) -> None:
         """Take parameters' values, each in this worker's shape; call `publish` afterwards where
         state is divided."""
         index = {name: i for i, name in enumerate(self.names)}
@@ -219,35 +221,35 @@ class TrainState:
             for name, value in values:
                 i = index[name]
                 b, _ = self.home[i]
-                start, stop, where = self.owned(i)
+                start, stop, where = self.owned_range(i)
                 own = value.detach().reshape(-1)[start:stop]
                 self.master[b][where].copy_(own)
-        self.publish()
+        self.publish_masters()
 
-    def begin_average(self) -> None:
+    def begin_weight_average(self) -> None:
         """Begin the average with the masters, the first weights."""
         for average, master in zip(self.average, self.master, strict=False):
             average.copy_(master)
 
-    def follow(self, weights: Sequence[Tensor], share: float) -> None:
+    def update_weight_average(self, weights: Sequence[Tensor], share: float) -> None:
         """Keep `share` of the average, and add the rest of these weights."""
         torch._foreach_lerp_(self.average, list(weights), 1 - share)
 
-    def swap_average(self) -> None:
+    def swap_weight_average(self) -> None:
         """Make the average the masters, and keep these in it meanwhile; and back again."""
         for average, master in zip(self.average, self.master, strict=False):
             own = master.clone()
             master.copy_(average)
             average.copy_(own)
 
-    def publish(self) -> None:
+    def publish_masters(self) -> None:
         """Round the masters into the working dtype. Where state is divided the working buckets are
         gathered next."""
         if self.master is not self.shards:
             for shard, master in zip(self.shards, self.master, strict=True):
                 shard.copy_(master)
 
-    def square_sum(self, counted: Callable[[Bucket], bool] | None = None) -> float:
+    def squared_grad_norm(self, counted: Callable[[Bucket], bool] | None = None) -> float:
         """Sum the squares of the owned gradient, of all buckets or of those that count."""
         norms = []
         for bucket, part in zip(self.buckets, self.grad, strict=True):
@@ -259,12 +261,12 @@ class TrainState:
         values = torch.stack(norms).cpu().double().tolist()
         return sum((norm * norm for norm in values), 0.0)
 
-    def end(self) -> None:
+    def remove_hooks(self) -> None:
         """Release the model: the hooks of its parameters hold both it and this state in memory."""
         for hook in self._hooks:
             hook.remove()
 
-    def clear(self) -> None:
+    def clear_gradients(self) -> None:
         """Begin new gradients: every parameter's must be given before the next update."""
         self._begun.clear()
         for parameter in self.parameters:
@@ -279,22 +281,20 @@ class TrainState:
                 for gap in bucket.gaps:
                     full[gap] = 0.0
 
-    def update(self, optimizer: Optimizer, lr: float, step: int, grad_divisor: float) -> None:
+    def optimizer_step(
+        self, optimizer: Optimizer, lr: float, step: int, grad_divisor: float
+    ) -> None:
         """Make one step on gradients divided by `grad_divisor`, and begin new ones. `step` counts
         updates from 1."""
         if len(self._begun) < len(self.parameters):
             raise RuntimeError("a parameter got no gradient: it would be updated by an older one")
-        self._update_adamw(optimizer, lr, step, grad_divisor)
+        self._adamw_step(optimizer, lr, step, grad_divisor)
         if self._updates is not None and optimizer.muon:
-            self._update_muon(
-                self._updates, optimizer.muon, lr, optimizer.weight_decay, grad_divisor
-            )
-        self.clear()
-        self.publish()
+            self._muon_step(self._updates, optimizer.muon, lr, optimizer.weight_decay, grad_divisor)
+        self.clear_gradients()
+        self.publish_masters()
 
-    def _update_adamw(
-        self, optimizer: Optimizer, lr: float, step: int, grad_divisor: float
-    ) -> None:
+    def _adamw_step(self, optimizer: Optimizer, lr: float, step: int, grad_divisor: float) -> None:
         """Step AdamW (arXiv 1711.05101) for all elements that are not of matrices updated whole."""
         divisor = torch.tensor(grad_divisor, dtype=torch.float32, device=self.device)
         count = torch.tensor(float(step), device=self.device)
@@ -306,7 +306,7 @@ class TrainState:
             averages: list[Tensor] = []
             squares: list[Tensor] = []
             for b, bucket in enumerate(self.buckets):
-                part = decay_segment(bucket, decayed)
+                part = weight_decay_segment(bucket, decayed)
                 if part is not None and not bucket.matrices:
                     masters.append(self.master[b][part])
                     grads.append(self.grad[b][part])
@@ -332,7 +332,7 @@ class TrainState:
                 found_inf=None,
             )
 
-    def _update_muon(
+    def _muon_step(
         self,
         updates: MatrixUpdates,
         muon: Muon,
@@ -348,15 +348,15 @@ class TrainState:
                 self.exp_avg[b].lerp_(self.grad[b], 1 - muon.momentum)
                 self.grad[b].lerp_(self.exp_avg[b], muon.momentum)
                 self.master[b].mul_(1 - lr * weight_decay)
-                owned += [i for i in bucket.members if self.owned(i)[1]]
+                owned += [i for i in bucket.members if self.owned_range(i)[1]]
         momenta = [self._view_owned(self.grad, i) for i in owned]
         matrices = [self.names[i] for i in owned]
-        steps = updates.directions(matrices, momenta, muon.iterations)
+        steps = updates.muon_directions(matrices, momenta, muon.iterations)
         for i, step in zip(owned, steps, strict=True):
             self._view_owned(self.master, i).sub_(step, alpha=lr)
 
     def _view_owned(self, flats: Sequence[Tensor], index: int) -> Tensor:
         """Return parameter `index`, which this worker owns whole, inside its parts of buckets."""
         b, _ = self.home[index]
-        _, _, where = self.owned(index)
+        _, _, where = self.owned_range(index)
         return flats[b][where].view(self.shapes[index])

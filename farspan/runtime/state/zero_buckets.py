@@ -185,7 +185,7 @@ def owned_length(bucket: Bucket) -> int:
     return int(bucket.own.stop - bucket.own.start)
 
 
-def decay_segment(bucket: Bucket, decayed: bool) -> slice | None:
+def weight_decay_segment(bucket: Bucket, decayed: bool) -> slice | None:
     """Return the part of a bucket's owned elements that weight decay shrinks, or that it does
     not."""
     owned = owned_length(bucket)

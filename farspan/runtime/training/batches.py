@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from farspan.domain.plan import row_quantum
 from farspan.runtime.model.dropout import Dropout
 from farspan.runtime.parallel.pipeline import Batch
-from farspan.runtime.training.sample_order import Order, dropout_seeds, mask
+from farspan.runtime.training.sample_order import SampleOrder, dropout_seeds, mask
 from farspan.runtime.training.worker_parts import Worker
 
 Arrays = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -22,7 +22,9 @@ class Batches:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._train = worker.plan.train
-        self.order = Order(worker.train.count, self._train.seed, self._train.regular.reshuffle)
+        self.order = SampleOrder(
+            worker.train.count, self._train.seed, self._train.regular.reshuffle
+        )
 
     def valid(self, samples: NDArray[np.int64]) -> int:
         """Count the targets of these samples."""

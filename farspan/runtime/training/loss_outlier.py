@@ -51,7 +51,7 @@ class LossOutliers:
         self._steps = 0
         self._last: int | None = None
 
-    def look(self, by_rank: dict[int, float]) -> LossOutlier | None:
+    def find_outlier(self, by_rank: dict[int, float]) -> LossOutlier | None:
         """Return the outlier of a step, given the summed loss of each worker; None before enough
         steps were seen."""
         if len(self._tokens) < 2:

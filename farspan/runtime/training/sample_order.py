@@ -31,7 +31,7 @@ def _mix_bits(x: Indices, key: int) -> Indices:
     return z ^ (z >> np.uint64(31))
 
 
-def permute(index: Indices, size: int, seed: int, epoch: int) -> Indices:
+def shuffle_index(index: Indices, size: int, seed: int, epoch: int) -> Indices:
     """Evaluate a seeded permutation of range(size) at some indices only, in no memory.
 
     A Feistel network of six rounds over the next even power of two, walked until it lands inside
@@ -58,7 +58,7 @@ def permute(index: Indices, size: int, seed: int, epoch: int) -> Indices:
 
 
 @dataclass(frozen=True)
-class Windows:
+class TokenWindows:
     """The windows of one token file: `tokens` (N,) any integer dtype, `seq_len` inputs each."""
 
     tokens: Tokens
@@ -93,7 +93,7 @@ class Windows:
 
 
 @dataclass(frozen=True)
-class ReshuffledWindows(Windows):
+class ReshuffledWindows(TokenWindows):
     """The windows of epoch after epoch, numbered on: of each later one the documents, which begin
     and end at `offsets`, follow one another in a seeded order."""
 
@@ -132,7 +132,7 @@ class ReshuffledWindows(Windows):
             count = len(self.offsets) - 1
             numbers = np.arange(count, dtype=np.uint64)
             # Another seed than that of the windows.
-            documents = permute(numbers, count, self.seed + 1, epoch)
+            documents = shuffle_index(numbers, count, self.seed + 1, epoch)
             lengths = np.diff(self.offsets)[documents]
             while len(orders) > 1:  # A step may end one epoch and begin the next.
                 orders.pop(min(orders))
@@ -141,7 +141,7 @@ class ReshuffledWindows(Windows):
 
 
 @dataclass(frozen=True)
-class Order:
+class SampleOrder:
     """Sample index -> window, for every epoch; numbered on from epoch to epoch where documents are
     reshuffled."""
 
@@ -155,7 +155,7 @@ class Order:
         for epoch in np.unique(epochs):
             mask = epochs == epoch
             places = (sample[mask] % self.windows).astype(np.uint64)
-            out[mask] = permute(places, self.windows, self.seed, int(epoch))
+            out[mask] = shuffle_index(places, self.windows, self.seed, int(epoch))
             if self.reshuffled:
                 out[mask] += np.uint64(epoch * self.windows)
         return out

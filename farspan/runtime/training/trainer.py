@@ -45,6 +45,11 @@ TRACED_FIRST = (1, 2)
 TRACED_EVERY = 200
 
 
+def clip_divisor(norm: float, clip: float) -> float:
+    """Return the divisor of gradients that brings their norm to at most `clip`; 0 clips none."""
+    return max(1.0, norm / clip) if clip else 1.0
+
+
 class Trainer:
     """Runs the steps of a plan from where its newest whole checkpoint left off."""
 
@@ -145,7 +150,7 @@ class Trainer:
                     "finite before"
                 )
             else:
-                worker.executor.grad_reducer.settles = self._flushing
+                worker.executor.grad_reducer.flush_residuals = self._flushing
                 with worker.group.step():
                     loss, norm, tokens, lr = self._train_step(state.step)
                 state.step += 1
@@ -169,7 +174,7 @@ class Trainer:
             self.checkpointer.poll()
             synced = self._sync_replicas()
             first = state.step == first_step + 1
-            unmeasured = budget.stepped(state.step) if synced or first else False
+            unmeasured = budget.measure_step(state.step) if synced or first else False
             if not synced:
                 continue
             # Measure how long a validation takes: all read a few windows.
@@ -210,7 +215,7 @@ class Trainer:
         executor = self.worker.executor
         outer = executor.outer
         if outer is not None and outer.under_way and reason not in STOP_REASONS:
-            executor.finish(self.state.step)
+            executor.finish_outer_sync(self.state.step)
             # This is not the model that had been saved or validated.
             self.checkpointer.step = -1
             self.validation.step = -1
@@ -220,7 +225,7 @@ class Trainer:
         else:
             self._validate(last=True)
         if outer is not None:
-            outer.close()
+            outer.close_messages()
         self.checkpointer.close()
         return reason
 
@@ -230,8 +235,8 @@ class Trainer:
         group = self.worker.group
         ranks = tuple[int, ...]()
         for _ in range(round(SPREAD_S / LOOK_S)):
-            asked = group.gather(float(self.worker.stop()))
-            signalled = group.gather(float(self.worker.preempted()))
+            asked = group.all_gather(float(self.worker.stop()))
+            signalled = group.all_gather(float(self.worker.preempted()))
             ranks = tuple(rank for rank, signal in enumerate(signalled) if signal)
             if any(asked) or len(ranks) in (0, group.world):
                 return "interrupted"
@@ -250,7 +255,7 @@ class Trainer:
         last = step >= self.state.steps
         if step % sync.every and not last:
             return False
-        executor.meet(step, last)
+        executor.synchronize_replicas(step, last)
         return True
 
     def _end_reason(self) -> str:
@@ -284,7 +289,7 @@ class Trainer:
         # The sum of all proposals.
         exchange = worker.executor.decisions
         if len(worker.plan.replicas) > 1:
-            agreed = worker.group.sum(*own)
+            agreed = worker.group.all_reduce_sum(*own)
         else:
             exchange.send_values(own)
             if exchange.others and exchange.num_unreceived < 2 and step < state.steps:
@@ -315,7 +320,7 @@ class Trainer:
         valid_tokens, outcome = self.gradients(step)
         norm = outcome.norm / state.loss_scale
         loss = outcome.loss / valid_tokens
-        used_time = self.budget.followed(step, state.steps)
+        used_time = self.budget.lr_progress(step, state.steps)
         lr = learning_rate(
             train.schedule,
             train.optimizer.lr,
@@ -327,10 +332,9 @@ class Trainer:
         )
         if self._check_finite(step, loss, norm, outcome):
             self._refuse_stray(step, outcome)
-            clip = train.optimizer.clip
-            excess = max(1.0, norm / clip) if clip else 1.0
+            divisor = state.loss_scale * clip_divisor(norm, train.optimizer.clip)
             updates = step + 1 - state.skipped
-            self.worker.executor.update(train.optimizer, lr, updates, state.loss_scale * excess)
+            self.worker.executor.optimizer_step(train.optimizer, lr, updates, divisor)
         if len(plan.replicas) > 1:
             first = step * train.batch
             valid_tokens = self.batches.valid(np.arange(first, first + train.batch))
@@ -347,7 +351,7 @@ class Trainer:
             tokens, _ = self.batches.read(replica_samples)
         samples = executor.topology.samples(step)
         scale = self.state.loss_scale / valid_tokens
-        outcome = executor.gradients(tokens, lambda i: self.batches.of(samples[i]), scale)
+        outcome = executor.compute_gradients(tokens, lambda i: self.batches.of(samples[i]), scale)
         return valid_tokens, outcome
 
     # -- what can go wrong
@@ -365,7 +369,7 @@ class Trainer:
             if train.precision == "fp16" and state.quiet % QUIET_STEPS == 0:
                 state.loss_scale *= 2
             return True
-        self.worker.executor.skip()
+        self.worker.executor.skip_step()
         if math.isfinite(loss) and state.loss_scale > 1.0:
             state.loss_scale /= 2
             state.quiet = 0
@@ -388,7 +392,7 @@ class Trainer:
         """Warn of a worker with a loss far above the others', and refuse to continue if it stays
         there."""
         losses = {rank: loss for rank, (loss, _) in outcome.by_rank.items()}
-        outlier = self.strays.look(losses)
+        outlier = self.strays.find_outlier(losses)
         if outlier is None:
             return
         device = self.worker.plan.devices[outlier.rank]
@@ -419,7 +423,7 @@ class Trainer:
     def _validate(self, last: bool = False) -> None:
         """Measure the loss, and keep the weights if it is the best so far."""
         step = self.state.step
-        with self.worker.executor.met():
+        with self.worker.executor.evaluation_weights():
             measured = self.validation.measure(step, self.budget, last=last)
         if measured is None:
             return
@@ -434,7 +438,7 @@ class Trainer:
                 fact=f"loss {measured.sums.mean}, though losses in training were finite; {kept}",
             )
         previous_best = self.state.best_loss
-        best = self.validation.judge(step, measured)
+        best = self.validation.update_best(step, measured)
         self.worker.emit(self.validation.report(step, measured, best))
         if best:
             try:
@@ -460,7 +464,7 @@ class Trainer:
 
     def _on_saved(self, written: Written) -> None:
         """Report on rank 0 that a checkpoint is in its place."""
-        self.budget.saved(written.seconds)
+        self.budget.measure_save(written.seconds)
         event = Saved(
             at=self.worker.clock(),
             step=written.step,
@@ -482,7 +486,7 @@ class Trainer:
         self._used_s = max(self.state.elapsed_s, self.worker.epoch.used_s)
         if there and (outer := self.worker.executor.outer) is not None:
             # One whose steps all overflowed, or that owns nothing, sees no change: the others may.
-            outer.resume(any(self.worker.group.sum(outer.diverged)))
+            outer.resume_exchange(any(self.worker.group.all_reduce_sum(outer.diverged)))
 
     def _adopt_state(self, progress: TrainerState) -> None:
         plan = self.worker.plan

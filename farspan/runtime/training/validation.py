@@ -21,7 +21,7 @@ from farspan.domain.results import Validated
 from farspan.runtime.checkpoint.layout import TrainerState
 from farspan.runtime.parallel.pipeline import Batch
 from farspan.runtime.time_budget import TimeBudget
-from farspan.runtime.training.sample_order import Indices, permute
+from farspan.runtime.training.sample_order import Indices, shuffle_index
 from farspan.runtime.training.worker_parts import Worker
 
 #: The last validation of a run reads at most about this many tokens: the standard error of their
@@ -120,7 +120,7 @@ class Validation:
         self.most = count
         if len(val.tokens) > MOST_TOKENS:
             self.most = max(self.first, MOST_TOKENS // seq_len)
-        self._order = permute(np.arange(self.most, dtype=np.uint64), count, SEED, 0)
+        self._order = shuffle_index(np.arange(self.most, dtype=np.uint64), count, SEED, 0)
         topology = worker.executor.topology
         #: By replica, the windows of a microbatch that each batch coordinate reads.
         self._sizes = list[list[int]]()
@@ -149,13 +149,13 @@ class Validation:
         val = self._val
         own = list(self._own_windows(chosen))
         batches = (self._to_device(val.read(windows)) for windows in own)
-        losses = self._worker.executor.evaluate(batches)
+        losses = self._worker.executor.evaluate_batches(batches)
         lt = 0.0
         if losses:
             targets = np.concatenate([val.valid(windows) for windows in own]).tolist()
             lt = sum(loss * count for loss, count in zip(losses, targets, strict=True))
         ll = sum(loss * loss for loss in losses)
-        loss, ll, lt = self._worker.group.sum(sum(losses), ll, lt)
+        loss, ll, lt = self._worker.group.all_reduce_sum(sum(losses), ll, lt)
         valid = val.valid(chosen)
         tt = float((valid * valid).sum())
         return LossSums(len(chosen), int(valid.sum()), loss, ll, lt, tt)
@@ -193,7 +193,7 @@ class Validation:
         """Read windows `first` to `stop`, and let the time budget know how long that took."""
         began = self._monotonic()
         sums = self.read(first, stop)
-        budget.validated(sums.tokens, self._monotonic() - began)
+        budget.measure_validation(sums.tokens, self._monotonic() - began)
         return sums
 
     def _read_on(self, sums: LossSums, budget: TimeBudget) -> LossSums:
@@ -205,13 +205,13 @@ class Validation:
             if group.rank == 0:
                 least = min(remaining, self.round)
                 count = budget.more_windows(self._plan.train.seq_len, least, remaining)
-            more = int(group.sum(count)[0])
+            more = int(group.all_reduce_sum(count)[0])
             if more == 0:
                 break
             sums = sums.plus(self.read_timed(sums.windows, sums.windows + more, budget))
         return sums
 
-    def judge(self, step: int, measured: MeasuredLoss) -> bool:
+    def update_best(self, step: int, measured: MeasuredLoss) -> bool:
         """Return whether a validation's sample has the smallest loss so far; a validation that is
         clearly worse than the best adds to the stale ones, any other ends their row."""
         self.step = step

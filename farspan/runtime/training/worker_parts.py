@@ -14,7 +14,7 @@ from farspan.runtime.comm.collective import Group
 from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.state.train_state import TrainState
-from farspan.runtime.training.sample_order import Windows
+from farspan.runtime.training.sample_order import TokenWindows
 
 
 @dataclass
@@ -26,8 +26,8 @@ class Worker:
     group: Group
     executor: Executor
     manifest: CorpusManifest
-    train: Windows
-    val: Windows
+    train: TokenWindows
+    val: TokenWindows
     emit: Callable[[Event], None]
     clock: Callable[[], float]
     #: Tokens that samples of a finished run begin with.

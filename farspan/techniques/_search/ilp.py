@@ -45,7 +45,7 @@ class Infeasible:
     cap: float
 
 
-def solve(
+def solve_ilp(
     costs: Costs,
     edges: EdgeCosts,
     memory: Costs | None = None,

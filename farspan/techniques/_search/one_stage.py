@@ -28,7 +28,7 @@ BUCKET_SIZES = (BUCKET_BYTES, 4 * 2**20)
 LINK_OVERSUBSCRIPTION = 1.44
 
 
-def rows_by_speed(rows: int, seconds: Sequence[float], quantum: int = 1) -> list[int]:
+def divide_rows_by_speed(rows: int, seconds: Sequence[float], quantum: int = 1) -> list[int]:
     """Divide `rows` sequences so that the slowest coordinate ends earliest.
 
     `seconds`: of a sequence on each coordinate. Each gets portions of `quantum` rows, at least one.
@@ -78,7 +78,7 @@ def stage_rows(
     def divide_again(division: Sequence[int]) -> list[int]:
         pairs = zip(groups, division, strict=True)
         seconds = [group_s(group, group_rows) / group_rows for group, group_rows in pairs]
-        return rows_by_speed(rows, seconds, quantum)
+        return divide_rows_by_speed(rows, seconds, quantum)
 
     def slowest_s(division: Sequence[int]) -> float:
         return max(map(group_s, groups, division))
@@ -115,7 +115,7 @@ def plans(
             bucket_bytes=bucket,
             topology=topology,
             bits=bits,
-            wan_rate=wan_rate(task, mesh, topology),
+            wan_rate=wan_bandwidth_share(task, mesh, topology),
         )
         stage = Stage(
             units=(0, task.graph.units),
@@ -126,11 +126,11 @@ def plans(
             splits=splits,
             recompute=recompute,
         )
-        candidates.append(task.plan(technique, [in_fewest_parts(task, stage)]))
+        candidates.append(task.plan(technique, [in_fewest_microbatches(task, stage)]))
     return candidates
 
 
-def wan_rate(task: Task, mesh: Mesh, topology: Topology) -> int | None:
+def wan_bandwidth_share(task: Task, mesh: Mesh, topology: Topology) -> int | None:
     """Return bytes a second of each worker's connections to its peers in other sites.
 
     Together those of a site send LINK_OVERSUBSCRIPTION times what the slowest link between these
@@ -159,13 +159,13 @@ def _topologies(task: Task, mesh: Mesh, num_sites: int) -> tuple[Topology, ...]:
     return ("hierarchical",) if task.train.wan_bits < 32 else ("flat", "hierarchical")
 
 
-def in_fewest_parts(task: Task, stage: Stage) -> Replica:
+def in_fewest_microbatches(task: Task, stage: Stage) -> Replica:
     """Return the stage as a replica with the fewest microbatches that fit.
 
     Memory is linear in a microbatch's rows except for the logits' cap, so bisection finds the
     number.
     """
-    counts = part_counts(stage)
+    counts = microbatch_counts(stage)
     #: One coordinate for each kind of device and number of rows.
     coordinates = {}
     for coordinate, ranks in enumerate(stage.mesh.batch):
@@ -185,7 +185,7 @@ def in_fewest_parts(task: Task, stage: Stage) -> Replica:
     return replica(counts[bisect.bisect_left(counts, True, hi=len(counts) - 1, key=fits)])
 
 
-def part_counts(stage: Stage) -> Sequence[int]:
+def microbatch_counts(stage: Stage) -> Sequence[int]:
     """Return the numbers of microbatches that a stage's rows may come in.
 
     Where operators divide rows, each microbatch keeps a multiple of the tensor axis's size.

@@ -18,7 +18,7 @@ from farspan.semantics.tensor_sharding import (
     strategies,
     weight_share,
 )
-from farspan.techniques._search.ilp import Infeasible, StrategyChoice, solve
+from farspan.techniques._search.ilp import Infeasible, StrategyChoice, solve_ilp
 from farspan.techniques._task import Task
 
 
@@ -159,7 +159,7 @@ class Assignment:
         self, cap: float = math.inf, deadline_s: float = 10.0
     ) -> tuple[dict[str, str], StrategyChoice] | Infeasible:
         """Return the strategies by operator name, as `Stage.splits` holds them, and their cost."""
-        choice = solve(self.costs, self.edges, self.memory, cap, deadline_s)
+        choice = solve_ilp(self.costs, self.edges, self.memory, cap, deadline_s)
         if isinstance(choice, Infeasible):
             return choice
         splits = {}

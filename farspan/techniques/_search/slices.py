@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from farspan.domain.plan import Axis, GradSync, Mesh, Stage, Zero
 from farspan.estimate.stage_time import stage_time
 from farspan.techniques._search.ilp import Infeasible
-from farspan.techniques._search.one_stage import BUCKET_BYTES, rows_by_speed
+from farspan.techniques._search.one_stage import BUCKET_BYTES, divide_rows_by_speed
 from farspan.techniques._search.operators import Assignment
 from farspan.techniques._task import Task
 
@@ -200,7 +200,7 @@ class Tables:
                 passes = costs.unit_s(rank, self.task.graph.block, typical, {}, 1)
                 block_s[costs.alike[rank]] = sum(passes)
         seconds = [max(block_s[costs.alike[rank]] for rank in group) for group in groups]
-        return tuple(rows_by_speed(self.rows, seconds))
+        return tuple(divide_rows_by_speed(self.rows, seconds))
 
     def _price_option(self, ranks: Sequence[int], option: Option, ends: Ends) -> PassTable:
         layers = self.task.graph.layers

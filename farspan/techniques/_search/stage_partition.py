@@ -146,7 +146,7 @@ class StageSearch:
             self._links[key] = StageLink(2 * (hop.delay_s + occupancy), occupancy)
         return self._links[key]
 
-    def solutions(self, limit: float = math.inf) -> Iterator[Solution]:
+    def partition_stages(self, limit: float = math.inf) -> Iterator[Solution]:
         """Yield Pareto points of (sum, slowest stage) with objectives of up to `limit`."""
         best = limit
         solved = self._first_solution(limit)

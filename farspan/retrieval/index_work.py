@@ -74,15 +74,15 @@ class IndexWork:
         #: Texts that this process embedded, and those with features on disk.
         self.embedded = self.kept = 0
 
-    def expect(self, kind: Kind, amount: int) -> None:
+    def add_expected(self, kind: Kind, amount: int) -> None:
         self._total[kind] += amount
 
-    def start(self, kind: Kind) -> None:
+    def start_kind(self, kind: Kind) -> None:
         """Begin work of a kind."""
         self.kind = kind
         self._since = self.clock()
 
-    def did(self, amount: int, *, texts: int = 0, kept: bool = False) -> None:
+    def add_done(self, amount: int, *, texts: int = 0, kept: bool = False) -> None:
         """Count an amount of the present kind as done; `kept` if it was on disk."""
         now = self.clock()
         self._done[self.kind] += amount
