@@ -52,7 +52,7 @@ def farspan(corpus: Path, precision: str, out: int) -> None:
     from farspan.domain.plan import GradSync, Inputs, Mesh, Plan, PlannedDevice, Replica, Stage
     from farspan.domain.run import RunFolder, RunRecord
     from farspan.domain.train import Optimizer, TrainSpec
-    from farspan.runtime.comm.collective import Group
+    from farspan.runtime.comm.worker_group import Group
     from farspan.runtime.training.trainer import Trainer
     from farspan.runtime.worker import build
 

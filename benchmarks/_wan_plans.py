@@ -28,7 +28,7 @@ from farspan.domain.plan import (
 )
 from farspan.domain.problems import Problem
 from farspan.domain.train import Schedule, TrainSpec
-from farspan.planning.rank import rank_plans
+from farspan.planning.rank_plans import rank_plans
 from farspan.techniques import Task
 from farspan.techniques._search.one_stage import wan_bandwidth_share
 

@@ -25,7 +25,7 @@ from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.train import Muon, Optimizer, TrainSpec
 from farspan.planning.size import shape_for
 from farspan.runtime import worker
-from farspan.runtime.comm.collective import Group
+from farspan.runtime.comm.worker_group import Group
 from farspan.runtime.device import open_device
 from farspan.runtime.training.events import EventLog
 from farspan.runtime.training.trainer import Trainer
@@ -115,7 +115,7 @@ def time_trainer(
 
 def read_step(trainer: Trainer) -> None:
     """Return what the Trainer reads in a step."""
-    samples = trainer.worker.executor.topology.samples(0)
+    samples = trainer.worker.executor.topology.samples_by_microbatch(0)
     trainer.batches.valid(trainer.worker.executor.topology.replica_samples(0))
     for microbatch in samples:
         trainer.batches.of(microbatch)

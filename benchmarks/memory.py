@@ -29,7 +29,7 @@ from farspan import techniques
 from farspan.domain.plan import Plan
 from farspan.domain.results import Step, read_events
 from farspan.launch.launchers import launch_workers
-from farspan.planning.rank import rank_plans
+from farspan.planning.rank_plans import rank_plans
 
 RESULTS = Path(__file__).parent / "results" / "memory.json"
 STEPS = 3

@@ -35,8 +35,8 @@ from farspan.domain.model import count_parameters
 from farspan.domain.run import RunFolder
 from farspan.retrieval.chunk import chunk_document
 from farspan.retrieval.embed import Embedder
+from farspan.retrieval.embedder_fit import sides_of
 from farspan.retrieval.evaluate import evaluate, format_evaluation
-from farspan.retrieval.fitting import sides_of
 from farspan.retrieval.index import FitSettings, Recipe
 from farspan.retrieval.pairs import mine_pairs
 from farspan.retrieval.queries import body_of, choose_queries, passage_of, question_lines

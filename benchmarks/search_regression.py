@@ -35,7 +35,7 @@ from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Plan
 from farspan.domain.train import TrainSpec
 from farspan.estimate.estimate_plan import estimate
-from farspan.planning.rank import rank_plans
+from farspan.planning.rank_plans import rank_plans
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "search_regression.json"

@@ -136,7 +136,7 @@ def compare(
     ]
     datasets.Dataset.from_dict({"text": texts}).save_to_disk(folder / "arrow")
     words = folder / "tokenizer.json"
-    tokenizer.train_tokenizer((document.text for document in documents), 8192).save(words)
+    tokenizer.train_bpe_tokenizer((document.text for document in documents), 8192).save(words)
     routes: dict[str, Callable[[], int]] = {
         "farspan": lambda: farspan_route(folder / "work", words, workers),
         "datasets.map": lambda: datasets_route(folder / "arrow", words, workers),

@@ -72,7 +72,7 @@ from farspan.domain.run import cache_folder
 from farspan.launch.cluster_measurement import measure_cluster
 from farspan.launch.trial import run_trial, trial_limits
 from farspan.planning.candidate import Candidate
-from farspan.planning.rank import rank_plans
+from farspan.planning.rank_plans import rank_plans
 from farspan_lab.cluster import of_lab
 
 RESULTS = Path(__file__).parent / "results" / "two_sites.jsonl"

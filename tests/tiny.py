@@ -77,7 +77,7 @@ def corpus(
     if verified:
         manifest = with_checksums(manifest, folder)
     save(manifest, folder / "corpus.json")
-    tokenizers.train_tokenizer(["alpha beta gamma delta"] * 50, vocab).save(
+    tokenizers.train_bpe_tokenizer(["alpha beta gamma delta"] * 50, vocab).save(
         folder / "tokenizer.json"
     )
     return manifest

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from farspan.app import (
     clusters,
+    examine_machines,
     indexing,
     jobs,
-    machines,
     predictions,
     price_plan,
     reporting,
@@ -42,8 +42,8 @@ from farspan.planning.ranking import Ranking
 from farspan.planning.select import Selection
 
 if TYPE_CHECKING:
+    from farspan.app.examine_machines import Diagnosis
     from farspan.app.indexing import Indexed
-    from farspan.app.machines import Diagnosis
     from farspan.report.compare import Versus
     from farspan.retrieval.hybrid_ranking import System
     from farspan.retrieval.search import Answer
@@ -224,7 +224,7 @@ def plan(
     **training: Any,
 ) -> Ranking:
     """Price each technique for a model on a cluster; `training` is of
-    `planning.question.Question`: tokens, batch, seq_len, precision, attention, recompute,
+    `planning.plan_question.Question`: tokens, batch, seq_len, precision, attention, recompute,
     wan_bits."""
     question = Question(model=model, **training)
     query = predictions.PlanQuery(
@@ -304,9 +304,11 @@ def probe(
 ) -> Cluster:
     """Measure a cluster, and write the measured figures as a cluster file."""
     with show_progress(progress) as shown:
-        return machines.probe_cluster(cluster, Path(out), shown, model=model, seq_len=seq_len)
+        return examine_machines.probe_cluster(
+            cluster, Path(out), shown, model=model, seq_len=seq_len
+        )
 
 
 def doctor(device: Literal["auto", "cpu", "cuda", "mps"] = "auto") -> Diagnosis:
     """Diagnose this machine: its devices, what is missing, and the command that mends each."""
-    return machines.diagnose_machine(device)
+    return examine_machines.diagnose_machine(device)

@@ -19,7 +19,7 @@ from farspan.domain.run import RunFolder, RunRecord, make_cache_folder
 from farspan.domain.units import counted
 
 if TYPE_CHECKING:
-    from farspan.corpus.copies import Text
+    from farspan.corpus.distinct_texts import Text
     from farspan.retrieval.hybrid_ranking import System
     from farspan.retrieval.index import Index, IndexManifest, Origin, QueryEmbedder
     from farspan.retrieval.queries import Query
@@ -64,7 +64,7 @@ def update_index(
     from farspan.launch.trust import require_own_links
     from farspan.planning.quantities import fit_s
     from farspan.retrieval.build import build
-    from farspan.retrieval.fitting import Task
+    from farspan.retrieval.embedder_fit import Task
     from farspan.retrieval.index import Recipe
     from farspan.retrieval.index_work import IndexWork
     from farspan.retrieval.pooling import Processes
@@ -159,7 +159,7 @@ def _read_index_manifest(run: RunFolder) -> IndexManifest | None:
 
 def _read_documents(run: RunFolder, config: RunConfig, report: Callable[[str], None]) -> Text:
     """Read the documents of today; those that the run was trained on if its text is not there."""
-    from farspan.corpus.copies import read_distinct
+    from farspan.corpus.distinct_texts import read_distinct
     from farspan.corpus.find_prepared import find_corpus
     from farspan.corpus.prepare import read_text
     from farspan.corpus.processes import usable_cores

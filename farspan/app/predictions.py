@@ -18,7 +18,7 @@ from farspan.domain.suggest import advise, known_names
 from farspan.domain.units import format_count, parse_rate
 from farspan.planning.candidate import Candidate, Refused
 from farspan.planning.plan_question import Question, model_of, train_of
-from farspan.planning.rank import rank_plans
+from farspan.planning.rank_plans import rank_plans
 from farspan.planning.ranking import Ranking
 from farspan.semantics.identity import lasting
 

@@ -86,7 +86,7 @@ class Faults:
         """Return the hosts that are not tried again yet."""
         return {name for name, until in self._leaving.items() if now < until}
 
-    def take_fault(self, fault: Seen, *, trained: bool) -> Problem | None:
+    def decide_restart(self, fault: Seen, *, trained: bool) -> Problem | None:
         """Take a fault: None where the run starts again, else what it ends with. `trained` is
         whether workers of this job have trained before."""
         self.seen.append(fault)

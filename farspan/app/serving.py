@@ -15,7 +15,7 @@ from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder, RunRecord
 
 if TYPE_CHECKING:
-    from farspan.retrieval.serve.opened import IndexSearcher
+    from farspan.retrieval.serve.run_searcher import IndexSearcher
     from farspan.retrieval.serve.site import Served
 
 #: The variable that may hold the token: other users see what a command is given.
@@ -84,7 +84,7 @@ def describe_served(run: RunFolder) -> Served:
 def open_searcher(run: RunFolder) -> IndexSearcher:
     """Open the run's index as it is now, with the model that it is of."""
     from farspan.app.indexing import open_index
-    from farspan.retrieval.serve.opened import IndexSearcher
+    from farspan.retrieval.serve.run_searcher import IndexSearcher
     from farspan.runtime.inference import load as load_model
 
     trained = load_model(run)

@@ -173,7 +173,7 @@ class Supervisor:
         # before it failed.
         self._seen_at = now if self._failed_at is None else self._failed_at
         fault = Seen(problem=problem, step=self._furthest, at=self._seen_at)
-        fatal = self._faults.take_fault(fault, trained=self._first is not None)
+        fatal = self._faults.decide_restart(fault, trained=self._first is not None)
         if fatal is not None:
             raise Refusal.of(fatal)
         plan = self._run.load_plan()

@@ -6,7 +6,7 @@ from itertools import combinations
 
 from farspan.cli.console import Console
 from farspan.domain.cluster import Cluster, Device, Link
-from farspan.domain.machines import AssumedNetwork
+from farspan.domain.known_networks import AssumedNetwork
 from farspan.domain.units import (
     counted,
     format_bytes,

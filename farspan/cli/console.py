@@ -20,7 +20,7 @@ from farspan.domain.problems import Problem
 
 
 class Console:
-    """Output of a command: `print_text` for people, `answer` for programs. With `--json` all text
+    """Output of a command: `write_line` for people, `answer` for programs. With `--json` all text
     goes to standard error."""
 
     def __init__(self, json: bool) -> None:

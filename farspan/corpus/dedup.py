@@ -75,7 +75,7 @@ def jaccard(a: U32, b: U32) -> float:
     return common / (len(a) + len(b) - common)
 
 
-def write_minhash_signatures(stem: Path) -> None:
+def sign(stem: Path) -> None:
     """Write of a shard: .marks.npy [1 + BANDS, documents], text hashes and then band hashes; the
     documents' shingles one after the other (.shingles), and where each ends (.ends.npy)."""
     documents = read_lines(stem.with_suffix(".docs"))

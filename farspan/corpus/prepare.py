@@ -19,7 +19,7 @@ import numpy as np
 
 from farspan.corpus import dedup, shard_files
 from farspan.corpus import tokenizer as tokenizers
-from farspan.corpus.copies import CLUSTERS, Text, distinct_texts, read_distinct
+from farspan.corpus.distinct_texts import CLUSTERS, Text, distinct_texts, read_distinct
 from farspan.corpus.documents import COPIES, DOCUMENTS, write_array
 from farspan.corpus.entropy import ngram_entropies
 from farspan.corpus.reading import CHUNK_BYTES, UNKNOWN_ENCODING
@@ -139,7 +139,7 @@ def read_text(
         stems = [work / f"{number:05}" for number in range(len(shards))]
         for skipped in by_kind(source.skipped.entries()):
             write_line(f"skipped {skipped}")
-        shard_files.each_shard(dedup.write_minhash_signatures, [(stem,) for stem in stems], workers)
+        shard_files.each_shard(dedup.sign, [(stem,) for stem in stems], workers)
         decision = decide_split(stems, data, must_split=False)
         # A corpus numbers its documents in this order.
         documents = list(_chosen_of(stems, shard_files.TRAIN))
@@ -178,7 +178,7 @@ def _build_corpus(
     shards = _spool_source(source, data, work, write_line)
     stems = [work / f"{number:05}" for number in range(len(shards))]
     jobs = [(stem,) for stem in stems]
-    shard_files.each_shard(dedup.write_minhash_signatures, jobs, workers)
+    shard_files.each_shard(dedup.sign, jobs, workers)
     decision = decide_split(stems, data, must_split=True)
     if decision.exact or decision.near:
         write_line(
@@ -330,7 +330,7 @@ def learn(tokenizer_file: Path, vocab_size: int, stems: list[Path]) -> None:
     """Train on the training documents of these shards; in a process of its own, whose memory goes
     with it."""
     texts = (document.text for document in _chosen_of(stems, shard_files.TRAIN))
-    tokenizers.train_tokenizer(texts, vocab_size).save(tokenizer_file)
+    tokenizers.train_bpe_tokenizer(texts, vocab_size).save(tokenizer_file)
 
 
 def _find_prepared(

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from farspan.corpus._hub import use_cache_if_unreachable
-from farspan.corpus._ranks import SEPARATOR, as_tiktoken
+from farspan.corpus._tiktoken_ranks import SEPARATOR, as_tiktoken
 from farspan.corpus.patterns import unsafe_pattern
 from farspan.domain.codec import missing_path, write_atomically
 from farspan.domain.corpus import make_encodable
@@ -91,7 +91,7 @@ class Tokenizer:
         write_atomically(file.with_name("tokenizer_config.json"), msgspec.json.encode(config))
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE with GPT-2's splitting rule; it has fewer than `vocab_size` tokens
     where the texts run out of pairs."""
     from tokenizers import models, pre_tokenizers, trainers

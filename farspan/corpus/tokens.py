@@ -109,11 +109,11 @@ class TokenFile(msgspec.Struct, frozen=True, kw_only=True):
         sizes are not those of the manifest; `remedy` is the command that mends that."""
         expected = manifest.train if split == "train" else manifest.val
         dtype = np.dtype(manifest.dtype).newbyteorder("<")
-        tokens = _map_file(
+        tokens = _memmap_file(
             folder / f"{split}.bin", dtype, expected.tokens, expected.token_checksums, remedy
         )
         count = expected.documents + 1
-        offsets = _map_file(
+        offsets = _memmap_file(
             folder / f"{split}.idx", np.dtype("<i8"), count, expected.offset_checksums, remedy
         )
         return cls(tokens=tokens, offsets=offsets)
@@ -179,7 +179,7 @@ def split_fingerprint(tokens: Tokens) -> int:
     return int.from_bytes(digest.digest(), "big")
 
 
-def _map_file(
+def _memmap_file(
     path: Path,
     dtype: np.dtype[Any],
     count: int,

@@ -150,7 +150,7 @@ class RunFolder:
         self.best = path / "checkpoints" / "best"
         self.logs = path / "logs"
         self.lock = path / "lock"
-        #: Which start of the run may write (`domain.epoch`).
+        #: Which start of the run may write (`domain.epoch_fence`).
         self.epochs = path / "epochs.json"
         self.job = path / "job.json"
         self.seal = path / "seal"

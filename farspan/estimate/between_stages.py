@@ -93,7 +93,7 @@ def tied_bytes(replica: Replica, costs: Costs) -> tuple[float, float]:
     first = replica.stages[0]
     size = costs.graph.size("vd") * (4.0 if costs.engine.direct else first.grad_sync.bits / 8)
     # What rounding left of a sum over several workers is in rows of other steps, too
-    # (`runtime.tied`).
+    # (`runtime.state.tied_embeddings`).
     rounded = first.grad_sync.bits < 32 and len(first.mesh.batch) > 1
     if rounded or not costs.engine.receives_ahead:
         return size, size

@@ -1,8 +1,8 @@
 """What a plan sends over the network in a step: by purpose, how many bytes between which hosts, and
 how long it takes.
 
-Counted from the plan as `estimate.stage` and `estimate.price` count it; seconds here are of the
-exchange alone, before anything of it hides behind arithmetic.
+Counted from the plan as `estimate.stage` and `estimate.estimate_plan` count it; seconds here are
+of the exchange alone, before anything of it hides behind arithmetic.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, combinations, compress
 
 from farspan.domain.cluster import Host
-from farspan.launch.network_examination import probe_path, start_agents
+from farspan.launch.network_examination import measure_round_trip, start_agents
 
 #: Of more hosts each is asked for the first alone, not for every other: pairs grow with the square.
 MAX_PAIRED_HOSTS = 8
@@ -34,7 +34,9 @@ def find_absent_hosts(hosts: Sequence[Host]) -> set[str]:
 
         def is_cut(pair: tuple[str, str]) -> bool:
             a, b = (reached[name] for name in pair)
-            return bool(probe_path(a, b, pings=1).failed or probe_path(b, a, pings=1).failed)
+            return bool(
+                measure_round_trip(a, b, pings=1).failed or measure_round_trip(b, a, pings=1).failed
+            )
 
         with ThreadPoolExecutor(max(1, len(pairs))) as pool:
             cut = list(compress(pairs, pool.map(is_cut, pairs)))

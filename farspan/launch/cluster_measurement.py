@@ -31,7 +31,7 @@ from farspan.domain.units import counted, format_bytes
 from farspan.launch.hosts import Agent
 from farspan.launch.network_examination import (
     measure_bandwidth,
-    probe_path,
+    measure_round_trip,
     require_reached,
     start_agents,
 )
@@ -331,8 +331,8 @@ def name_link_ends(link: Link, ends: tuple[str, str], cluster: Cluster) -> Link:
 
 
 def _measure_link(a: Agent, b: Agent, activation_bytes: int) -> Link:
-    there = require_reached(probe_path(a, b, NUM_PINGS))
-    back = require_reached(probe_path(b, a, NUM_PINGS))
+    there = require_reached(measure_round_trip(a, b, NUM_PINGS))
+    back = require_reached(measure_round_trip(b, a, NUM_PINGS))
     rtt_s = min(there.rtt_s or 0.0, back.rtt_s or 0.0)
     jitter_s = max(there.jitter_s or 0.0, back.jitter_s or 0.0)
     streamed = {count: measure_bandwidth(a, b, count, rtt_s) for count in STREAMS}

@@ -145,7 +145,7 @@ def measure_paths(a: Agent, b: Agent, streams: Sequence[int]) -> tuple[HostPath,
     """Measure both paths between two hosts: first whether they work, then how fast, never two
     measurements at a time."""
     with ThreadPoolExecutor(2) as pool:
-        there, back = pool.map(probe_path, (a, b), (b, a))
+        there, back = pool.map(measure_round_trip, (a, b), (b, a))
     if there.failed or back.failed:
         return one_way(a, b, there), one_way(b, a, back)
     return with_rates(a, b, there, streams), with_rates(b, a, back, streams)
@@ -161,7 +161,7 @@ def host_address(host: Host) -> str:
     return host.address or host.name
 
 
-def probe_path(a: Agent, b: Agent, pings: int = QUICK_PINGS) -> HostPath:
+def measure_round_trip(a: Agent, b: Agent, pings: int = QUICK_PINGS) -> HostPath:
     """Try whether `a` can connect to `b`, and time its round trips: median, and half the spread of
     the middle half as jitter."""
     answer = a.ask("reach", **b.target, deadline=REACH_S, pings=pings, deadline_s=3 * REACH_S)

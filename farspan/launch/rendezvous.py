@@ -19,7 +19,7 @@ from farspan.launch.findings import PRIVATE_INTERFACE
 from farspan.launch.network_examination import (
     HostPath,
     host_address,
-    probe_path,
+    measure_round_trip,
     require_reached,
     start_agents,
     unreachable_link,
@@ -55,7 +55,7 @@ def arrange_rendezvous(hosts: Sequence[Host]) -> Rendezvous:
                 pairs = [(agent, first) for agent in others]
                 for a, b in (*pairs, (first, others[0])):
                     interfaces[a.host.name] = interface_towards(
-                        a.host, b.host, probe_path(a, b, pings=1)
+                        a.host, b.host, measure_round_trip(a, b, pings=1)
                     )
     return Rendezvous(
         address=where,

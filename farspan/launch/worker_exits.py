@@ -13,7 +13,7 @@ from farspan.domain.cluster import Host
 from farspan.domain.codec import load, parse_json
 from farspan.domain.memory_kills import WorkerCgroup, machine_oom_kills
 from farspan.domain.plan import Plan
-from farspan.domain.preemption import preemption_problem
+from farspan.domain.preemption_problem import preemption_problem
 from farspan.domain.problems import EXIT_CODES, LESS_MEMORY, Problem, Refusal
 from farspan.domain.results import Estimate, Started, Step, decode_events
 from farspan.domain.run import RunFolder

@@ -30,7 +30,7 @@ from farspan.domain.units import format_bytes
 from farspan.estimate.estimate_plan import price
 from farspan.planning.candidate import Candidate, Refused
 from farspan.planning.cluster_parts import ClusterPart, all_parts
-from farspan.planning.rank import host_bytes, price_technique
+from farspan.planning.rank_plans import host_bytes, price_technique
 from farspan.planning.ranking import used_ranks
 from farspan.planning.size import shape_for
 from farspan.techniques import Task

@@ -30,7 +30,7 @@ from farspan.planning.fit import (
     model_ladder,
     nearest_miss,
 )
-from farspan.planning.rank import price_technique
+from farspan.planning.rank_plans import price_technique
 from farspan.planning.select import SelectionTask, limit_memory_by_ooms
 from farspan.techniques import Task
 

@@ -22,7 +22,7 @@ from farspan.domain import catalog
 from farspan.domain.cluster import SITE_BANDWIDTH, SITE_RTT_S, Cluster, Device, Host, Site
 from farspan.domain.engine import Engine
 from farspan.domain.graph import OpGraph
-from farspan.domain.machines import AssumedNetwork
+from farspan.domain.known_networks import AssumedNetwork
 from farspan.domain.model import ModelSpec
 from farspan.domain.problems import Refusal
 from farspan.domain.results import OVERHEAD_SHARE
@@ -32,7 +32,7 @@ from farspan.domain.train import TrainSpec
 from farspan.planning.candidate import Candidate, Refused
 from farspan.planning.cluster_parts import ClusterPart
 from farspan.planning.model_speed import on_one_device
-from farspan.planning.rank import price_technique
+from farspan.planning.rank_plans import price_technique
 from farspan.semantics.kernel_choice import BYTES
 from farspan.techniques import Task
 

@@ -27,7 +27,7 @@ from farspan.domain.trial import Trial
 from farspan.estimate.estimate_plan import with_loss
 from farspan.planning.candidate import Candidate
 from farspan.planning.learn_slowdowns import Observation, learn_slowdowns, parts_of
-from farspan.planning.rank import objective_key, order_candidates, rank_plans
+from farspan.planning.rank_plans import objective_key, order_candidates, rank_plans
 from farspan.planning.ranking import Ranking, time_bounds_s
 from farspan.semantics.identity import plan_key
 

@@ -4,8 +4,8 @@
     over the old one
 
 Weights, means and maps stay those of the fit while the text changes; `refit` fits new ones
-(`retrieval/fitting.py`). Embeddings are cached next to the index until it is complete, so that an
-interrupted build resumes.
+(`retrieval/embedder_fit.py`). Embeddings are cached next to the index until it is complete, so
+that an interrupted build resumes.
 
 A store in a folder begins as a copy of the old index's, which its readers keep open. At a server
 one table serves both: new vectors are added before the new index replaces the old one, deleted
@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from farspan.corpus.copies import Copies
+from farspan.corpus.distinct_texts import Copies
 from farspan.domain.codec import content_hash, load, save
 from farspan.domain.problems import Refusal
 from farspan.domain.units import counted
@@ -38,8 +38,8 @@ from farspan.retrieval import passages, stores
 from farspan.retrieval.bm25 import K1, B, BM25Index
 from farspan.retrieval.chunk import Chunk, chunk_document
 from farspan.retrieval.embed import Embedder
+from farspan.retrieval.embedder_fit import Task, fit_corpus
 from farspan.retrieval.evaluate import Evaluation
-from farspan.retrieval.fitting import Task, fit_corpus
 from farspan.retrieval.index import (
     FITTED,
     INDEX_MANIFEST,

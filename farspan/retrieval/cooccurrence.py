@@ -30,7 +30,9 @@ _ROUNDS = 4
 _ROUNDING = 1e-3
 
 
-def token_vectors(bags: Sequence[Sequence[int]], vocab_size: int, size: int, seed: int) -> Tensor:
+def cooccurrence_vectors(
+    bags: Sequence[Sequence[int]], vocab_size: int, size: int, seed: int
+) -> Tensor:
     """Return unit vectors (V, E) of tokens, from the distinct tokens of each passage; zeros for a
     token that is too rare."""
     vectors_VE = torch.zeros(vocab_size, size)

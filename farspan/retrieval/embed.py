@@ -25,13 +25,13 @@ from torch import Tensor
 
 from farspan.corpus.tokenizer import Tokenizer
 from farspan.retrieval.bm25 import spread
+from farspan.retrieval.contrastive_fit import KINDS, embed_texts, fit_embedder
 from farspan.retrieval.index import FitSettings
 from farspan.retrieval.index_work import IndexWork
 from farspan.retrieval.pairs import Pairs
 from farspan.retrieval.passages import Damaged
 from farspan.retrieval.pooling import Processes, pool_batch
 from farspan.retrieval.stores import Vectors
-from farspan.retrieval.tuning import KINDS, embed_texts, fit_embedder
 from farspan.runtime.model.decoder import Decoder
 
 #: Texts a batch: enough to fill the cores with chunks of 128 tokens, and activations stay in cache.

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from farspan.corpus.copies import Copies
+from farspan.corpus.distinct_texts import Copies
 from farspan.domain.corpus import Document, Heading
 from farspan.retrieval.bm25 import split_words
 from farspan.retrieval.chunk import Chunk, bare, head_length

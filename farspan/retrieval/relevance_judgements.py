@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from farspan.corpus.copies import Copies
+from farspan.corpus.distinct_texts import Copies
 from farspan.domain.corpus import Document, Place
 from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal

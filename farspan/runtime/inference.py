@@ -17,7 +17,7 @@ from farspan.domain.escapes import shell_line, shell_word
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord, cache_folder
 from farspan.runtime.checkpoint import checkpoint_folder
-from farspan.runtime.checkpoint.layout import Corrupt
+from farspan.runtime.checkpoint.manifest import Corrupt
 from farspan.runtime.device import installed_torch, usable_gpus
 from farspan.runtime.model.decoder import Decoder
 

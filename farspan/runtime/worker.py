@@ -35,7 +35,7 @@ from farspan.domain.corpus import SPLITS, CorpusManifest
 from farspan.domain.epoch_fence import Epoch
 from farspan.domain.memory_kills import own_cgroup
 from farspan.domain.plan import Plan, find_flaw
-from farspan.domain.preemption import preemption_problem
+from farspan.domain.preemption_problem import preemption_problem
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import (
     STOP_REASONS,
@@ -51,12 +51,12 @@ from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.train import TrainSpec
 from farspan.domain.units import counted, format_bytes
 from farspan.runtime.checkpoint import checkpoint_folder
-from farspan.runtime.checkpoint.layout import Corrupt
-from farspan.runtime.comm.collective import WORKER_START_S, Group, connect_workers
+from farspan.runtime.checkpoint.manifest import Corrupt
 from farspan.runtime.comm.distribute_files import share_files
 from farspan.runtime.comm.heartbeat import SILENCE_S, How
 from farspan.runtime.comm.notices import Notices, run_secret
 from farspan.runtime.comm.topology import Topology
+from farspan.runtime.comm.worker_group import WORKER_START_S, Group, connect_workers
 from farspan.runtime.device import apply_lab_limits, environment, memory_is_full, open_device
 from farspan.runtime.model import huggingface
 from farspan.runtime.model.decoder import Decoder, initial_parameters

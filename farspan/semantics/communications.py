@@ -16,7 +16,7 @@ from farspan.domain.engine import Engine
 from farspan.domain.graph import Operator, OpGraph
 from farspan.domain.plan import Plan, Replica, Stage
 from farspan.domain.train import Precision
-from farspan.semantics.layout import HeldRange, Send, by_site, plan_reshard
+from farspan.semantics.reshard import HeldRange, Send, by_site, plan_reshard
 from farspan.semantics.tensor_sharding import (
     PARTIAL,
     RESIDUAL,

@@ -41,8 +41,13 @@ def learning_rate(
     done = min(most, done)
     floor = peak * schedule.floor
     if schedule.kind == "cosine":
-        return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * done))
+        return floor + (peak - floor) * cosine_decay(done)
     return floor + (peak - floor) * (1 - done)
+
+
+def cosine_decay(done: float) -> float:
+    """Return the share of the way from floor to peak where a share `done` of the decay is over."""
+    return 0.5 * (1 + math.cos(math.pi * done))
 
 
 def _start(schedule: Schedule, steps: int) -> int:

@@ -15,7 +15,7 @@ from farspan.domain.problems import Problem
 from farspan.estimate.estimate_plan import price
 from farspan.estimate.memory import MEETING
 from farspan.techniques import data, fsdp, pipeshard, zero2
-from farspan.techniques._out_of_memory import best
+from farspan.techniques._fastest_fitting import best
 from farspan.techniques._search.one_stage import divide_rows_by_speed, too_few_rows
 from farspan.techniques._task import Task, cannot
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from farspan.domain.plan import Mesh, Plan, Zero
 from farspan.domain.problems import Problem
-from farspan.techniques._out_of_memory import best
+from farspan.techniques._fastest_fitting import best
 from farspan.techniques._search.one_stage import plans, too_few_rows, too_many_owners
 from farspan.techniques._task import Task, cannot
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from farspan.domain.plan import Mesh, Plan, Zero
 from farspan.domain.problems import Problem
 from farspan.techniques import data, fsdp, hsdp, zero1, zero2
-from farspan.techniques._out_of_memory import best
+from farspan.techniques._fastest_fitting import best
 from farspan.techniques._search.ilp import Infeasible
 from farspan.techniques._search.one_stage import one_device, plans, relabelled, stage_rows
 from farspan.techniques._search.operators import Assignment

@@ -46,7 +46,7 @@ def make(folder: Path, vocab: int, tokens: int, seed: int = 0) -> CorpusManifest
         train=splits["train"],
         val=splits["val"],
     )
-    tokenizers.train_tokenizer(["alpha beta gamma delta"] * 50, max(vocab, 257)).save(
+    tokenizers.train_bpe_tokenizer(["alpha beta gamma delta"] * 50, max(vocab, 257)).save(
         folder / "tokenizer.json"
     )
     save(manifest, folder / "corpus.json")

@@ -354,7 +354,7 @@ def _number(value: float | None, unit: str) -> str:
 def best_plan(model: ModelSpec, cluster: Cluster, train: TrainSpec) -> Estimate | None:
     """Return what our own best plan would take under our own engine, on the cluster or a part of
     it."""
-    from farspan.planning.rank import rank_plans
+    from farspan.planning.rank_plans import rank_plans
 
     ranking = rank_plans(model, cluster, train, load_engine("farspan"))
     return None if ranking.chosen is None else ranking.candidates[ranking.chosen].estimate

@@ -39,22 +39,22 @@ def seen(problem: Problem = LOST, step: int = 7, at: float = 0.0) -> Seen:
 @pytest.mark.parametrize("code", sorted(EXIT_CODES))
 def test_run_ends_at_once_for_errors_that_a_restart_cannot_fix(code):
     problem = replace(LOST, code=code)
-    ended = Faults().take_fault(seen(problem), trained=True)
+    ended = Faults().decide_restart(seen(problem), trained=True)
     assert (ended is None) == (code in CURABLE)
     assert ended is None or ended == problem
 
 
 def test_an_error_of_a_workers_own_ends_the_run():
     own = replace(LOST, cause="own")
-    assert Faults().take_fault(seen(own), trained=True) == own
-    assert Faults().take_fault(seen(replace(LOST, cause="exchange")), trained=True) is None
+    assert Faults().decide_restart(seen(own), trained=True) == own
+    assert Faults().decide_restart(seen(replace(LOST, cause="exchange")), trained=True) is None
 
 
 def test_host_unreachable_before_the_first_step_ends_the_run_at_once():
     away = replace(LOST, code="host-unreachable")
-    assert Faults().take_fault(seen(away), trained=False) == away
-    assert Faults().take_fault(seen(away), trained=True) is None
-    assert Faults().take_fault(seen(), trained=False) is None
+    assert Faults().decide_restart(seen(away), trained=False) == away
+    assert Faults().decide_restart(seen(away), trained=True) is None
+    assert Faults().decide_restart(seen(), trained=False) is None
 
 
 @given(
@@ -72,7 +72,7 @@ def test_a_run_ends_when_a_fault_comes_back_or_too_many_come(history):
         at += after
         times.append((at, (step, rank)))
         problem = replace(LOST, rank=rank)
-        ended = faults.take_fault(seen(problem, step, at), trained=True)
+        ended = faults.decide_restart(seen(problem, step, at), trained=True)
         same = sum(kind == (step, rank) for _, kind in times)
         recent = sum(at - other < HOUR_S for other, _ in times)
         assert (ended is not None) == (same >= MAX_SAME_FAULT or recent > MAX_RESTARTS)
@@ -105,8 +105,8 @@ def test_only_a_host_that_was_preempted_whole_is_leaving_and_for_its_notice():
 def test_restarts_that_cost_too_much_end_the_run():
     faults = Faults()
     for number in range(4):
-        assert faults.take_fault(seen(step=number, at=100.0 * number), trained=True) is None
+        assert faults.decide_restart(seen(step=number, at=100.0 * number), trained=True) is None
         faults.add_cost(100.0 * number, MAX_RESTART_COST_S / 3.5)
-    ended = faults.take_fault(seen(step=9, at=500.0), trained=True)
+    ended = faults.decide_restart(seen(step=9, at=500.0), trained=True)
     assert ended is not None and "restarts of the last hour have cost" in ended.fact
-    assert faults.take_fault(seen(step=10, at=500.0 + HOUR_S), trained=True) is None
+    assert faults.decide_restart(seen(step=10, at=500.0 + HOUR_S), trained=True) is None

@@ -25,7 +25,7 @@ from farspan.launch.run_lock import Lease
 from farspan.launch.spares import Spares
 from farspan.launch.workers import SupervisorState
 from farspan.report.history import follow_events
-from farspan.runtime.checkpoint.layout import TrainerState
+from farspan.runtime.checkpoint.manifest import TrainerState
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.training.sample_order import SampleOrder, TokenWindows
 from farspan.semantics.identity import training_key
@@ -190,7 +190,7 @@ def test_the_first_batch_whose_loss_is_not_finite_is_left_out_and_a_second_ends_
     val[val == 299] = tokens[tokens == 299] = 298
     order = SampleOrder(TokenWindows(tokens, train.seq_len).count, train.seed)
     for step in range(5, 5 + 4 * batches, 4):
-        window = int(order.window(Topology(plan, 0).samples(step)[0])[0])
+        window = int(order.window(Topology(plan, 0).samples_by_microbatch(step)[0])[0])
         tokens[window * train.seq_len + 3] = 299
     for name, content in (("val", val), ("train", tokens)):
         content.tofile(tmp_path / "corpus" / f"{name}.bin")

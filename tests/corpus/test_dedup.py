@@ -52,7 +52,7 @@ def signed(texts: list[str], folder: Path, shards: int = 3) -> dedup.Shards:
             stems[-1].with_suffix(".docs"),
             (Document(title="", text=text, origin="") for text in part),
         )
-        dedup.write_minhash_signatures(stems[-1])
+        dedup.sign(stems[-1])
     return dedup.Shards(stems)
 
 

@@ -118,7 +118,7 @@ def test_cached_tokenizer_loads_without_the_hub(closed: str, tmp_path: Path, off
     stored = tmp_path / "hub" / "models--somebody--words"
     (stored / "refs").mkdir(parents=True)
     (stored / "refs" / "main").write_text("0" * 40)
-    words = tokenizers.train_tokenizer(["a cached text"] * 9, 300)
+    words = tokenizers.train_bpe_tokenizer(["a cached text"] * 9, 300)
     (stored / "snapshots" / ("0" * 40)).mkdir(parents=True)
     words.save(stored / "snapshots" / ("0" * 40) / "tokenizer.json")
     done = run(LOAD, closed, tmp_path, HF_HUB_OFFLINE=offline)

@@ -14,7 +14,7 @@ import pytest
 import farspan
 from farspan.corpus.documents import cut_document
 from farspan.corpus.sources import open_source
-from farspan.corpus.tokenizer import Tokenizer, train_tokenizer
+from farspan.corpus.tokenizer import Tokenizer, train_bpe_tokenizer
 from farspan.domain.corpus import Document
 from farspan.retrieval.bm25 import split_words
 from farspan.retrieval.chunk import chunk_document
@@ -140,7 +140,7 @@ TEXTS = (
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return train_tokenizer(["some words of it. " * 20], 300)
+    return train_bpe_tokenizer(["some words of it. " * 20], 300)
 
 
 @pytest.mark.parametrize("piece", TEXTS)

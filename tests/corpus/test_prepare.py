@@ -345,7 +345,7 @@ def test_entropies_are_those_counted_by_hand(train: list[int], val: list[int]) -
 
 def test_a_given_tokenizer_is_used_and_kept(texts: list[str], tmp_path: Path) -> None:
     source = write(tmp_path / "text", texts)
-    words = tokenizers.train_tokenizer(texts, 400)
+    words = tokenizers.train_bpe_tokenizer(texts, 400)
     words.save(tmp_path / "words.json")
     used = TokenizerConfig(use=str(tmp_path / "words.json"))
     folder, manifest = made(source, tmp_path / "root", tokenizer=used)
@@ -365,7 +365,7 @@ def test_tokenizers_that_differ_in_the_end_of_text_alone_make_two_corpora(
     source = write(tmp_path / "text", texts)
     folder = tmp_path / "words"
     folder.mkdir()
-    tokenizers.train_tokenizer(texts, 400).save(folder / "tokenizer.json")
+    tokenizers.train_bpe_tokenizer(texts, 400).save(folder / "tokenizer.json")
     config = TokenizerConfig(use=str(folder / named))
     _, before = made(source, tmp_path / "root", tokenizer=config)
     (folder / "tokenizer_config.json").write_text('{"eos_token": "!"}')
@@ -378,7 +378,7 @@ def test_the_end_of_text_is_in_the_hash(
     texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write(tmp_path / "text", texts)
-    tokenizers.train_tokenizer(texts, 400).save(tmp_path / "tokenizer.json")
+    tokenizers.train_bpe_tokenizer(texts, 400).save(tmp_path / "tokenizer.json")
     config = TokenizerConfig(use=str(tmp_path / "tokenizer.json"))
     # What the files say of it does not count here, only the id itself.
     monkeypatch.setattr(module, "_file_digest", lambda path: "the same")

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan.corpus import dedup
-from farspan.corpus.copies import CLUSTERS
+from farspan.corpus.distinct_texts import CLUSTERS
 from farspan.corpus.documents import PART_CHARS, divide_document, read_copies, read_documents
 from farspan.corpus.prepare import prepare_corpus
 from farspan.corpus.split import below_share, of_least_hash, place_to_cut

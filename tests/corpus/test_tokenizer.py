@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from farspan.corpus import patterns, tokenizer
-from farspan.corpus._ranks import PATTERN, as_tiktoken, byte_characters
+from farspan.corpus._tiktoken_ranks import PATTERN, as_tiktoken, byte_characters
 from farspan.corpus.patterns import unsafe_pattern
 from farspan.domain.problems import Problem, Refusal
 from tests.waiting import LIMIT_S
@@ -63,7 +63,7 @@ PIECES = [
 
 @pytest.fixture(scope="module")
 def trained() -> tokenizer.Tokenizer:
-    return tokenizer.train_tokenizer([TEXT], 3000)
+    return tokenizer.train_bpe_tokenizer([TEXT], 3000)
 
 
 def by_tokenizers(words: tokenizer.Tokenizer, text: str) -> list[int]:

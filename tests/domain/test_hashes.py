@@ -17,7 +17,7 @@ from farspan.domain.corpus import CorpusManifest
 from farspan.domain.plan import Inputs, Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
-from farspan.runtime.checkpoint.layout import StoredSlice
+from farspan.runtime.checkpoint.manifest import StoredSlice
 from farspan.runtime.comm.distribute_files import ShipmentOffer
 from tests.report.fake_run import CORPUS, make_plan
 

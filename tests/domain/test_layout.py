@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.semantics.layout import HeldRange, Send, plan_reshard
+from farspan.semantics.reshard import HeldRange, Send, plan_reshard
 
 SIZE = 30
 places = st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(sorted)

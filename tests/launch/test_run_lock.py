@@ -11,7 +11,7 @@ from farspan.domain.problems import Problem
 from farspan.domain.results import Environment, Event, Recovered, Started
 from farspan.domain.run import RunFolder
 from farspan.launch.run_lock import Lease
-from tests.domain.test_epoch import DAMAGED
+from tests.domain.test_epoch_fence import DAMAGED
 
 MACHINE = Environment(
     farspan="1",

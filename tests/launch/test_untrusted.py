@@ -25,7 +25,7 @@ from farspan.domain.run import RunRecord
 from farspan.domain.train import TrainSpec
 from farspan.launch import checkpoint_mirror, trust
 from farspan.launch.hosts import Agent, ask_shell, host_command
-from farspan.launch.network_examination import probe_path
+from farspan.launch.network_examination import measure_round_trip
 from farspan.launch.processes import run_folder
 from farspan.launch.run_folder_transfer import RemoteRun
 from tests import tiny
@@ -305,7 +305,7 @@ def test_agent_listens_on_its_address_only_and_requires_its_secret():
                 datagram.sendto(garbage, ("127.0.0.1", port))
         assert b.ask("received")["bytes"] == 0
         assert b.ask("datagrams", tag="")["count"] == 0
-        assert probe_path(a, b, pings=3).failed is None
+        assert measure_round_trip(a, b, pings=3).failed is None
 
 
 def test_agent_without_peers_opens_no_port():

@@ -33,9 +33,9 @@ from farspan.planning.fit import (
 )
 from farspan.planning.misfit import explain_misfit, multiply_hosts
 from farspan.planning.plan_question import Question, model_of, train_of
-from farspan.planning.rank import price_technique, rank_plans
+from farspan.planning.rank_plans import price_technique, rank_plans
 from farspan.techniques import Task
-from farspan.techniques._out_of_memory import shortage
+from farspan.techniques._fastest_fitting import shortage
 from tests.examples import few
 from tests.techniques import worlds
 

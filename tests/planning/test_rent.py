@@ -21,7 +21,7 @@ from farspan.domain.problems import Refusal
 from farspan.domain.train import TrainSpec
 from farspan.planning.candidate import Candidate
 from farspan.planning.plan_question import Question, model_of, train_of
-from farspan.planning.rank import rank_plans
+from farspan.planning.rank_plans import rank_plans
 from farspan.planning.rent import Budget, Rent, pareto_frontier, price_offers, rented_cluster
 
 ENGINE = load_engine("farspan")

@@ -19,7 +19,7 @@ from unittest.mock import patch
 import pytest
 
 from farspan.domain.train import TrainSpec
-from farspan.planning import rank as ranking
+from farspan.planning import rank_plans as ranking
 from farspan.planning.plan_question import model_of
 from farspan.planning.side_by_side import side_by_side
 from tests.planning.test_select import ENGINE

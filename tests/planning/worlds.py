@@ -8,7 +8,7 @@ from farspan import models
 from farspan.domain.cluster import Cluster, DataSheet, Device, Host, Link, Site
 from farspan.domain.engine import load_engine
 from farspan.domain.train import TrainSpec
-from farspan.planning.rank import rank_plans
+from farspan.planning.rank_plans import rank_plans
 from farspan.planning.ranking import Ranking
 
 FAST = Device(

@@ -164,7 +164,7 @@ def test_steps_with_different_numbers_of_tokens_are_not_ranked(pair):
 def test_runs_with_the_same_name_are_named_by_their_paths(tmp_path):
     folders = [finished(tmp_path / name / "run") for name in ("a", "b")]
     for folder in folders:
-        tokenizers.train_tokenizer(["alpha beta"] * 50, 300).save(folder / "tokenizer.json")
+        tokenizers.train_bpe_tokenizer(["alpha beta"] * 50, 300).save(folder / "tokenizer.json")
     assert compare_runs([open_run(folder) for folder in folders]).names == tuple(map(str, folders))
 
 

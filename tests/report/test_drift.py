@@ -11,7 +11,7 @@ from farspan.app.reporting import slow_cluster, write_report
 from farspan.domain.cluster_json import load_cluster_json
 from farspan.domain.run import RunFolder
 from farspan.estimate.estimate_plan import price
-from farspan.planning.rank import rank_plans
+from farspan.planning.rank_plans import rank_plans
 from farspan.planning.ranking import candidate_name
 from farspan.report.compare import compare_to_prediction
 from farspan.report.compare_text import step_lines, step_rows

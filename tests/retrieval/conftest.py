@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from farspan.corpus.tokenizer import Tokenizer, train_tokenizer
+from farspan.corpus.tokenizer import Tokenizer, train_bpe_tokenizer
 from farspan.domain.corpus import Document
 from farspan.domain.model import ModelSpec
 from farspan.retrieval.chunk import Chunk, chunk_document
@@ -83,7 +83,7 @@ def documents() -> list[Document]:
 
 @pytest.fixture(scope="session")
 def tokenizer(documents):
-    return train_tokenizer((document.text for document in documents), 512)
+    return train_bpe_tokenizer((document.text for document in documents), 512)
 
 
 @pytest.fixture(scope="session", params=["gpt2", "llama"])

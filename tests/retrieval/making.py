@@ -16,13 +16,13 @@ from pathlib import Path
 import msgspec
 import torch
 
-from farspan.corpus.copies import Copies
-from farspan.corpus.tokenizer import Tokenizer, train_tokenizer
+from farspan.corpus.distinct_texts import Copies
+from farspan.corpus.tokenizer import Tokenizer, train_bpe_tokenizer
 from farspan.domain.corpus import Document
 from farspan.domain.model import ModelSpec
 from farspan.retrieval.build import build
 from farspan.retrieval.embed import Embedder
-from farspan.retrieval.fitting import Task
+from farspan.retrieval.embedder_fit import Task
 from farspan.retrieval.index import Index, IndexManifest, Origin, Recipe
 from farspan.retrieval.index_work import IndexWork
 from farspan.retrieval.queries import Query
@@ -33,7 +33,7 @@ BEGUN = "begun"
 HALTED = "halted"
 ORIGIN = Origin(model="m", tokenizer="t")
 DOCUMENTS = make_documents(200)
-TOKENIZER = train_tokenizer((document.text for document in DOCUMENTS[:60]), 512)
+TOKENIZER = train_bpe_tokenizer((document.text for document in DOCUMENTS[:60]), 512)
 SPEC = ModelSpec(
     family="llama",
     layers=2,

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.corpus.tokenizer import train_tokenizer
+from farspan.corpus.tokenizer import train_bpe_tokenizer
 from farspan.domain.corpus import Document
 from farspan.retrieval.chunk import head_length
 from tests.retrieval.conftest import chunk_documents
@@ -16,7 +16,7 @@ SAMPLE = (
 )
 
 
-BPE = train_tokenizer([SAMPLE * 5], 400)
+BPE = train_bpe_tokenizer([SAMPLE * 5], 400)
 words = st.sampled_from(
     [*SAMPLE.split(" "), "\n\n", "\n", "  ", " ", ".", "x" * 90, "日本語" * 30, "🙂" * 20]
 )

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from farspan.corpus.copies import Copies
+from farspan.corpus.distinct_texts import Copies
 from farspan.domain.corpus import Document, Place
 from farspan.retrieval.index import DRIFT
 from farspan.retrieval.queries import Query, body_of, choose_queries

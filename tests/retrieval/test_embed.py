@@ -7,11 +7,11 @@ import re
 import numpy as np
 import torch
 
+from farspan.retrieval.contrastive_fit import embed_texts, fit_embedder
 from farspan.retrieval.embed import Embedder
 from farspan.retrieval.index import FitSettings
 from farspan.retrieval.pairs import Pairs
 from farspan.retrieval.pooling import Processes
-from farspan.retrieval.tuning import embed_texts, fit_embedder
 from tests.retrieval.conftest import fit, paired
 
 TEXTS = [

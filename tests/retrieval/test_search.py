@@ -10,8 +10,8 @@ from farspan.domain.corpus import Document
 from farspan.domain.problems import Refusal
 from farspan.retrieval.build import build
 from farspan.retrieval.chunk import Chunk
+from farspan.retrieval.embedder_fit import Task
 from farspan.retrieval.evaluate import Evaluation, exact_search
-from farspan.retrieval.fitting import Task
 from farspan.retrieval.hybrid_ranking import query_form
 from farspan.retrieval.index import (
     Index,

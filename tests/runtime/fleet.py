@@ -25,9 +25,9 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from farspan.runtime.comm import collective, messages
-from farspan.runtime.comm.collective import Group
+from farspan.runtime.comm import messages, worker_group
 from farspan.runtime.comm.notices import Notices
+from farspan.runtime.comm.worker_group import Group
 from farspan.runtime.model import kernels
 from tests.ports import reserved_port
 
@@ -171,7 +171,7 @@ def serve(pipe: Connection, stacks: Path) -> None:
                     met = Notices(b"of these workers", rank)
                     met.meet(world, port, DEADLINE_S)
                     shared = dist.FileStore(store, world)
-                    collective._connect_store = lambda notices, shared=shared: shared
+                    worker_group._connect_store = lambda notices, shared=shared: shared
                 with Group(rank, world, torch.device("cpu"), met) as group:
                     found = True, function(group, *args, **kwargs)
             except BaseException:

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from farspan.domain.plan import Plan
 from farspan.domain.results import Event, Saved, Step, Validated, Warned
 from farspan.domain.run import RunFolder
-from farspan.runtime.comm import collective
-from farspan.runtime.comm.collective import Group
+from farspan.runtime.comm import worker_group
 from farspan.runtime.comm.messages import Sent
+from farspan.runtime.comm.worker_group import Group
 from farspan.runtime.state import full_state
 from farspan.runtime.state.tied_embeddings import TABLE
 from farspan.runtime.training.trainer import Trainer
@@ -323,7 +323,7 @@ def build_beside_a_hostile_peer(group: Group, plan: Plan, path: Path, marker: Pa
         with trainer(group, plan, path):
             pass
     finally:
-        full_state.all_gather_bytes = collective.all_gather_bytes
+        full_state.all_gather_bytes = worker_group.all_gather_bytes
 
 
 def read(group: Group, plan: Plan, path: Path, first: int, stop: int) -> tuple[LossSums, list[int]]:

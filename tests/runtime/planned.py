@@ -15,7 +15,7 @@ from farspan.domain.engine import load_engine
 from farspan.domain.model import ModelSpec, count_parameters
 from farspan.domain.plan import Plan, Replica, Stage
 from farspan.domain.train import TrainSpec
-from farspan.planning.rank import rank_plans
+from farspan.planning.rank_plans import rank_plans
 from tests.runtime.plans import TRAIN
 
 GB = 10**9

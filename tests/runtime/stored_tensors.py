@@ -9,7 +9,7 @@ import torch
 
 from farspan.domain.run import RunFolder
 from farspan.runtime.checkpoint import checkpoint_folder
-from farspan.runtime.checkpoint.layout import TrainerState
+from farspan.runtime.checkpoint.manifest import TrainerState
 from farspan.runtime.checkpoint.slice_files import OwnedSlice, Stored
 
 

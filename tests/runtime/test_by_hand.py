@@ -35,7 +35,7 @@ SOON = "heartbeat.SILENCE_S, heartbeat.BEAT_S = 6.0, 0.5"
 WORKER = """
 import os, signal, sys
 from farspan.runtime import worker
-from farspan.runtime.comm import collective, heartbeat
+from farspan.runtime.comm import worker_group, heartbeat
 
 {first}
 sys.exit(worker.main())
@@ -137,7 +137,7 @@ def named(run: RunFolder, rank: int = 0) -> str:
 def test_rendezvous_with_a_missing_worker_fails_and_reports_how_many_came(tmp_path):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=(3, 3)))
     with by_hand(
-        run, 2, "collective.WORKER_START_S = 10.0\nif os.environ['RANK'] == '1': sys.exit(0)"
+        run, 2, "worker_group.WORKER_START_S = 10.0\nif os.environ['RANK'] == '1': sys.exit(0)"
     ) as workers:
         assert workers[0].wait(LIMIT_S) == LOST
     problem = json.loads((run.logs / "rank-0.problem.json").read_text())

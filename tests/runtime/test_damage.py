@@ -24,7 +24,7 @@ from farspan.domain.run import RunFolder
 from farspan.domain.train import Muon
 from farspan.runtime import inference
 from farspan.runtime.checkpoint import checkpoint_folder
-from farspan.runtime.checkpoint.layout import (
+from farspan.runtime.checkpoint.manifest import (
     CHECKSUM_BLOCK_BYTES,
     MANIFEST,
     TrainerState,
@@ -32,8 +32,8 @@ from farspan.runtime.checkpoint.layout import (
 )
 from farspan.runtime.checkpoint.save import Checkpointer
 from farspan.runtime.checkpoint.slice_files import digest
-from farspan.runtime.comm.collective import Group
 from farspan.runtime.comm.topology import Topology
+from farspan.runtime.comm.worker_group import Group
 from farspan.runtime.parallel.executor import Executor
 from tests import tiny
 from tests.runtime import stored_tensors

@@ -60,7 +60,7 @@ def test_states_are_those_of_the_whole_sequence(spec, parts):
 def test_tokens_are_those_of_windows_computed_whole(spec, temperature, top_k):
     """Also past the context, where the window slides."""
     model = model_of(spec)
-    tokenizer = tokenizers.train_tokenizer(["alpha beta gamma delta"] * 50, 300)
+    tokenizer = tokenizers.train_bpe_tokenizer(["alpha beta gamma delta"] * 50, 300)
     for seed in range(4):
         text = generate(
             model, tokenizer, "beta", tokens=60, temperature=temperature, top_k=top_k, seed=seed

@@ -43,7 +43,7 @@ from tests.runtime import jobs
 from tests.runtime.fleet import Failed, Fleet
 from tests.runtime.plans import HAND_PICKED
 from tests.runtime.test_by_hand import LIMIT_S, SOON, TRAIN, by_hand, named, wait_for
-from tests.runtime.test_collective import members
+from tests.runtime.test_worker_group import members
 from tests.runtime.verify import Case
 
 SECRET = b"the secret of this run"
@@ -112,14 +112,14 @@ class Intruder(threading.Thread):
 
 #: Has rank 0 write down the port of PyTorch's store.
 NOTE = """
-from farspan.runtime.comm import collective
-made = collective._connect_store
+from farspan.runtime.comm import worker_group
+made = worker_group._connect_store
 def noted(notices):
     store = made(notices)
     if notices.rank == 0:
         open({!r}, "w").write(str(store.port))
     return store
-collective._connect_store = noted
+worker_group._connect_store = noted
 """
 DEEDS = pytest.mark.parametrize("deed", ["garbage", "replay", "deletion", "both"])
 

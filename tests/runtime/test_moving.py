@@ -14,7 +14,7 @@ from farspan.domain.plan import Plan
 from farspan.domain.run import RunFolder
 from farspan.domain.train import Muon, Optimizer
 from farspan.runtime.checkpoint import checkpoint_folder
-from farspan.runtime.checkpoint.layout import MANIFEST
+from farspan.runtime.checkpoint.manifest import MANIFEST
 from farspan.semantics.identity import training_key
 from tests.examples import slow_after, slow_but
 from tests.runtime import jobs, reference, stored_tensors

@@ -16,7 +16,7 @@ from farspan.domain.run import RunFolder
 from farspan.domain.train import Schedule
 from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.parallel.outer_step import _most_ahead
-from farspan.semantics.layout import Send
+from farspan.semantics.reshard import Send
 from tests.runtime import jobs, reference, stored_tensors
 from tests.runtime.fleet import Fleet
 from tests.runtime.plans import HAND_PICKED, plan, replica, stage

@@ -70,7 +70,7 @@ def test_torch_reports_whether_the_cpu_supports_amx_and_bf16():
 
 
 def test_a_store_listens_on_the_socket_that_it_is_given():
-    """`master_listen_fd` of TCPStore, in runtime/comm/collective.py; its documentation does not
+    """`master_listen_fd` of TCPStore, in runtime/comm/worker_group.py; its documentation does not
     name it. Instead: nothing that listens on one address only; a store of our own."""
     server = socket.create_server(("127.0.0.1", 0))
     port = server.getsockname()[1]

@@ -96,7 +96,11 @@ def samples_of(step, rows, micro_rows=4):
     """The samples of a step that each rank of a plan reads, microbatch by microbatch."""
     train = TrainSpec(steps=1, batch=sum(rows), seq_len=16, precision="fp32")
     plan = tiny.plan(train, rows=rows, micro_rows=micro_rows)
-    return [part for rank in range(len(rows)) for part in Topology(plan, rank).samples(step)]
+    return [
+        part
+        for rank in range(len(rows))
+        for part in Topology(plan, rank).samples_by_microbatch(step)
+    ]
 
 
 @given(

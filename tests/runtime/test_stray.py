@@ -87,7 +87,7 @@ def test_workers_end_where_the_loss_of_one_stays_far_above(tmp_path):
     order = SampleOrder(TokenWindows(tokens, TRAIN.seq_len).count, TRAIN.seed)
     noise = np.random.default_rng(0)
     for step in range(SPOILT, TRAIN.steps):
-        for window in order.window(np.concatenate(Topology(plan, 1).samples(step))):
+        for window in order.window(np.concatenate(Topology(plan, 1).samples_by_microbatch(step))):
             start = int(window) * TRAIN.seq_len + 1
             tokens[start : start + TRAIN.seq_len] = noise.integers(200, 300, TRAIN.seq_len)
     manifest = tiny.corpus(tmp_path / "corpus", tokens=len(tokens))

@@ -14,7 +14,7 @@ from farspan.domain.results import Event, Rescheduled, Saved, Step, Warned
 from farspan.domain.run import RunFolder
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
 from farspan.runtime.checkpoint import checkpoint_folder
-from farspan.runtime.comm.collective import Group
+from farspan.runtime.comm.worker_group import Group
 from farspan.runtime.state.train_state import TrainState
 from farspan.runtime.training import trainer
 from farspan.runtime.training.trainer import Trainer

@@ -255,7 +255,7 @@ def test_workers_together_read_each_validation_window_once(fleet: Fleet, folder:
     manifest = load(RunFolder(case.path).corpus, CorpusManifest)
     tokens = np.fromfile(case.path.parent / "corpus" / "val.bin", "<u2")
     val = TokenWindows(tokens, case.plan.train.seq_len)
-    chosen = validation.permute(np.arange(10, dtype=np.uint64), val.count, validation.SEED, 0)
+    chosen = validation.shuffle_index(np.arange(10, dtype=np.uint64), val.count, validation.SEED, 0)
     assert (
         Counter(w for _, mine in found for w in mine) == Counter(chosen.tolist())
         and len(tokens) == manifest.val.tokens

@@ -33,7 +33,7 @@ from farspan.domain.run import RunFolder
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
 from farspan.domain.units import counted
 from farspan.runtime.checkpoint import checkpoint_folder
-from farspan.runtime.checkpoint.layout import Corrupt, TrainerState
+from farspan.runtime.checkpoint.manifest import Corrupt, TrainerState
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.model.decoder import Decoder, initial_parameters, initialize_model
 from farspan.runtime.parallel.executor import Outcome
@@ -322,7 +322,7 @@ def test_the_message_names_the_rank_whose_own_loss_is_not_finite(tmp_path):
     windows = TokenWindows(np.fromfile(tmp_path / "corpus" / "train.bin", "<u2"), TRAIN.seq_len)
     order = SampleOrder(windows.count, TRAIN.seed)
     first, second = (
-        windows.read(order.window(np.concatenate(Topology(plan, rank).samples(1))))[0]
+        windows.read(order.window(np.concatenate(Topology(plan, rank).samples_by_microbatch(1))))[0]
         for rank in (0, 1)
     )
     tensors = _tensors(plan.model)

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan.runtime.checkpoint import checkpoint_folder
-from farspan.runtime.checkpoint.layout import MANIFEST, Corrupt, TrainerState, checksum_of
+from farspan.runtime.checkpoint.manifest import MANIFEST, Corrupt, TrainerState, checksum_of
 from tests.runtime import stored_tensors
 from tests.waiting import LIMIT_S
 

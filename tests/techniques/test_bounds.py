@@ -20,7 +20,7 @@ from farspan.estimate.network import Network
 from farspan.estimate.stage import Costs
 from farspan.techniques import Task, pipeshard
 from farspan.techniques._bounds import passes_s, stages_s
-from farspan.techniques._out_of_memory import fastest_fitting
+from farspan.techniques._fastest_fitting import fastest_fitting
 from farspan.techniques._search.even_grid import even_splits
 from farspan.techniques._search.local_moves import _neighbours
 from farspan.techniques._search.slices import Tables

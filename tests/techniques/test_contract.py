@@ -16,7 +16,7 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import EXIT_CODES, Problem
 from farspan.estimate.estimate_plan import estimate, price, step
 from farspan.techniques import Task
-from farspan.techniques._out_of_memory import shortage
+from farspan.techniques._fastest_fitting import shortage
 from tests.techniques.worlds import KINDS, cluster, random_cluster, random_model, task
 
 WORLDS = range(12)

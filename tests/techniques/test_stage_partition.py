@@ -15,7 +15,7 @@ from farspan.domain.problems import Problem
 from farspan.estimate.estimate_plan import price
 from farspan.estimate.stage_time import stage_time
 from farspan.techniques import pipeshard
-from farspan.techniques._out_of_memory import shortage
+from farspan.techniques._fastest_fitting import shortage
 from farspan.techniques._search.even_grid import even_splits
 from farspan.techniques._search.slices import Tables, slices, stage_of
 from farspan.techniques._search.stage_partition import StageSearch

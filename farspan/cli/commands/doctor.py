@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace, console: Console) -> int:
     """Return the exit code of the first finding that would stop a run; warnings leave it 0."""
-    from farspan.app.machines import diagnose_machine
+    from farspan.app.examine_machines import diagnose_machine
 
     if given.cluster:
         return _diagnose_cluster(given.cluster, console)
@@ -51,7 +51,7 @@ def run(given: argparse.Namespace, console: Console) -> int:
 
 def _diagnose_cluster(name: str, console: Console) -> int:
     from farspan.app.clusters import find_cluster
-    from farspan.app.machines import BANDWIDTH_STREAMS, examine_cluster
+    from farspan.app.examine_machines import BANDWIDTH_STREAMS, examine_cluster
 
     cluster = find_cluster(name)
     hosts = len(cluster.hosts)

@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    from farspan.app.machines import probe_cluster
+    from farspan.app.examine_machines import probe_cluster
 
     def progress(update: object) -> None:
         if isinstance(update, Cluster):

@@ -71,7 +71,8 @@ class Entrance:
 
 
 class Guard:
-    """ASGI middleware: refuse requests of other sites' pages and large heads; add `HEADERS`."""
+    """ASGI middleware: refuse requests of other sites' pages and large heads; add
+    SECURITY_HEADERS."""
 
     def __init__(self, app: ASGIApp, *, entrance: Entrance, limits: Limits) -> None:
         self._app = app

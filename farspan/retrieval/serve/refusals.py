@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from farspan.domain.escapes import escape_controls, shell_word
 from farspan.domain.problems import Problem, Refusal
-from farspan.retrieval.serve.work_threads import QueueFull, TooSlow
+from farspan.retrieval.serve.request_queue import QueueFull, TooSlow
 
 #: Of the codes that a request can be refused with; other codes are about the server's own files.
 STATUS = {

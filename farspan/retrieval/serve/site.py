@@ -15,12 +15,12 @@ from starlette.requests import ClientDisconnect, Request
 from farspan.domain.codec import parse_json
 from farspan.domain.problems import Refusal
 from farspan.retrieval.serve import forms
-from farspan.retrieval.serve.current import Current
 from farspan.retrieval.serve.guard import DRAINED_BODIES
+from farspan.retrieval.serve.index_swap import Current
 from farspan.retrieval.serve.limits import Limits
 from farspan.retrieval.serve.refusals import HttpRefusal
+from farspan.retrieval.serve.request_queue import WorkThreads
 from farspan.retrieval.serve.searcher import Searcher
-from farspan.retrieval.serve.work_threads import WorkThreads
 
 T = TypeVar("T")
 

@@ -33,7 +33,7 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import EXIT_CODES, Refusal
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_bytes
-from farspan.runtime.checkpoint.layout import (
+from farspan.runtime.checkpoint.manifest import (
     MANIFEST,
     Corrupt,
     GlobalTensor,
@@ -164,14 +164,14 @@ def commit(path: Path, ranks: Iterable[int], progress: TrainerState) -> int:
     require_current(_ledger_path(path), progress.epoch)
     checksum = checksum_of(progress, tensors)
     save(Manifest(progress=progress, tensors=tensors, checksum=checksum), folder / MANIFEST)
-    sync(folder)
+    fsync_path(folder)
     size = sum(file.stat().st_size for file in folder.iterdir())
     # Rename the folder; one that was there before is put aside until then.
     old = path.with_name(f".{path.name}.old")
     if os.path.lexists(path):
         os.rename(path, old)
     os.rename(folder, path)
-    sync(path.parent)
+    fsync_path(path.parent)
     with suppress(OSError):  # The next `clean_up` finds it.
         _remove_path(old)
     return size
@@ -215,7 +215,7 @@ def _remove_path(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -17,9 +17,9 @@ from farspan.domain.problems import Refusal
 from farspan.domain.units import counted
 from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.checkpoint.checkpoint_folder import AVERAGE, MODEL, MOMENTUM
-from farspan.runtime.checkpoint.layout import Corrupt, Manifest, TrainerState, boxes
+from farspan.runtime.checkpoint.manifest import Corrupt, Manifest, TrainerState, boxes
 from farspan.runtime.checkpoint.slice_files import Stored
-from farspan.runtime.comm.collective import Group
+from farspan.runtime.comm.worker_group import Group
 from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.state.full_state import Piece
 

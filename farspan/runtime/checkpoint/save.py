@@ -29,11 +29,11 @@ from farspan.domain.run import RunFolder
 from farspan.domain.units import format_seconds
 from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.checkpoint.checkpoint_folder import MODEL, OWN_STATE, SHARED_STATE, Unsaved
-from farspan.runtime.checkpoint.layout import TrainerState, boxes
+from farspan.runtime.checkpoint.manifest import TrainerState, boxes
 from farspan.runtime.checkpoint.restore import kept_by_kind, restore
 from farspan.runtime.checkpoint.slice_files import OwnedSlice, put_slices, reason
-from farspan.runtime.comm.collective import Group
 from farspan.runtime.comm.sealed import Forged, SealedServer, SealedStream
+from farspan.runtime.comm.worker_group import Group
 from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.state.full_state import Piece
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from farspan.domain.codec import parse_json
 from farspan.domain.problems import Refusal
-from farspan.runtime.checkpoint.layout import (
+from farspan.runtime.checkpoint.manifest import (
     CHECKSUM_BLOCK_BYTES,
     MANIFEST,
     Corrupt,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from farspan.runtime.comm.channels import tag
+from farspan.runtime.comm.message_tags import tag
 from farspan.runtime.comm.messages import Messenger, Posted
 from farspan.runtime.comm.topology import Topology
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from farspan.domain.plan import Axis, Mesh, Plan, Replica, Stage
-from farspan.runtime.comm.collective import BUSY_S, backend
+from farspan.runtime.comm.worker_group import BUSY_S, backend
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Topology:
         """ZeRO stage: what is divided over the data axis; nothing where the axis has one rank."""
         return self.stage.zero if self.mesh.size("data") > 1 else 0
 
-    def samples(self, step: int) -> list[NDArray[np.int64]]:
+    def samples_by_microbatch(self, step: int) -> list[NDArray[np.int64]]:
         """Return the samples of a step that this rank reads, by microbatch; replicas read one
         after another."""
         replica = self.replica

@@ -311,7 +311,7 @@ class Decoder(nn.Module):
 
     def forward_blocks(self, x: Tensor, dropout: Dropout | None = None) -> Tensor:
         """Return the residual stream (B, S, D) after this stage, in its layout over the axis; as in
-        `streams`."""
+        `residual_streams`."""
         (x_BSD,) = deque(self.residual_streams(x, dropout), maxlen=1)
         return x_BSD
 

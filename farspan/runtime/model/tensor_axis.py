@@ -1,9 +1,9 @@
 """Operators divided over a tensor axis, as `Stage.splits` of a plan gives: what each rank holds of
 every parameter, and the collectives between two operators.
 
-Strategies and layouts are those of `estimate.sharding`: an activation is COPY, PARTIAL, or split
-over a dim. Each rank of the axis gets the same tokens. What the price counts is what is sent here,
-and nothing else but scalars.
+Strategies and layouts are those of `semantics.tensor_sharding`: an activation is COPY, PARTIAL, or
+split over a dim. Each rank of the axis gets the same tokens. What the price counts is what is sent
+here, and nothing else but scalars.
 
 Shapes: B rows, S positions, V vocabulary, D d_model; "..." any.
 """

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from farspan import models
 from farspan.domain.train import Optimizer
-from farspan.runtime.comm.channels import MessageChannel
+from farspan.runtime.comm.message_tags import MessageChannel
 from farspan.runtime.comm.messages import Messenger
 from farspan.runtime.comm.scalars import ScalarExchange
 from farspan.runtime.comm.topology import ProcessGroups, Topology
@@ -168,7 +168,9 @@ class Executor:
         # Where every worker knows the norm by itself, the loss is sent before the last backward
         # pass.
         norm_is_local = len(self.totals.others) > 0 and not self._has_partial_gradient
-        loss = self.pipeline.train_step(read, scale, self._send_loss if norm_is_local else None)
+        loss = self.pipeline.run_microbatches(
+            read, scale, self._send_loss if norm_is_local else None
+        )
         with self.spans("collective"):
             if tied is not None:
                 tied.on_passes_done()

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farspan.runtime.comm import tcp
-from farspan.runtime.comm.channels import MessageChannel, tag
-from farspan.runtime.comm.collective import NCCL
+from farspan.runtime.comm.message_tags import MessageChannel, tag
 from farspan.runtime.comm.messages import Messenger, Posted, Sent
 from farspan.runtime.comm.quantize import FP32_CODEC, Codec, ErrorFeedback
 from farspan.runtime.comm.topology import ProcessGroups, Topology
+from farspan.runtime.comm.worker_group import NCCL
 from farspan.runtime.state.train_state import TrainState
 from farspan.runtime.state.zero_buckets import Bucket, owned_length
 
@@ -223,7 +223,7 @@ class GradReducer:
             del full
             yield from self._reduce_scatter(b, whole, last, round_)
         elif self._by_site:
-            yield from self._reduce_by_site(b, full)
+            yield from self._hierarchical_all_reduce(b, full)
         elif self._sync.bits < 32:
             yield []
             yield from self._cross_site_all_reduce(b, full)
@@ -277,7 +277,7 @@ class GradReducer:
             total += part.to(full.device)
         return total
 
-    def _reduce_by_site(self, b: int, full: Tensor) -> Phases:
+    def _hierarchical_all_reduce(self, b: int, full: Tensor) -> Phases:
         """Sum on one worker of each site, another one for each bucket; between these; and spread
         inside the site."""
         leader = self._home[b % len(self._home)]

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from farspan.domain.problems import Refusal
-from farspan.runtime.comm.channels import MessageChannel, tag
+from farspan.runtime.comm.message_tags import MessageChannel, tag
 from farspan.runtime.comm.messages import Messenger, Posted
 from farspan.runtime.comm.quantize import Codec, ErrorFeedback
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.state.full_state import BucketManifest, FullState, Piece
 from farspan.runtime.state.train_state import TrainState
-from farspan.semantics.layout import HeldRange, Send, plan_reshard
+from farspan.semantics.reshard import HeldRange, Send, plan_reshard
 
 #: Bytes of a message between replicas at most; and what the workers of a site have under way to
 #: those of another one, all together: a little more than 1 Gbit/s carries in a round trip of 100

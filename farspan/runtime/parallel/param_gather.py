@@ -129,7 +129,7 @@ class ParamGather:
         """Gather a block's buckets before each of its passes, and release them after it."""
 
         def before(module: nn.Module, inputs: Any) -> None:
-            self._gather_block(place, -1 if self._passes_back(place) else 1)
+            self._prefetch_block(place, -1 if self._passes_back(place) else 1)
 
         def after(module: nn.Module, inputs: Any, output: Tensor) -> None:
             if self._passes_back(place):
@@ -147,9 +147,9 @@ class ParamGather:
 
     def _before_backward(self, place: int) -> None:
         self._backward.update(self._blocks[place])
-        self._gather_block(place, -1)
+        self._prefetch_block(place, -1)
 
-    def _gather_block(self, place: int, direction: int) -> None:
+    def _prefetch_block(self, place: int, direction: int) -> None:
         """Gather a block's buckets, and begin those of the neighbour that comes next while it
         computes."""
         self._gather_all(self._blocks[place])

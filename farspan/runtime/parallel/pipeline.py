@@ -60,7 +60,7 @@ class Pipeline:
         self._device = torch.device(topology.device)
         self._edges = StageSends(topology, groups, messenger, self._depths)
 
-    def train_step(
+    def run_microbatches(
         self,
         read: Callable[[int], Batch],
         scale: float,

@@ -1,6 +1,6 @@
 """The messages between two neighbouring stages, which may lie on unlike meshes.
 
-Every worker of a stage has rows of a microbatch; `semantics.layout.plan_reshard` decides which
+Every worker of a stage has rows of a microbatch; `semantics.reshard.plan_reshard` decides which
 worker sends which of them to which other one, each byte over a long link once. All messages that
 the sender may have under way have a receive that waits for them.
 """
@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farspan.domain.plan import Replica
-from farspan.runtime.comm.channels import MessageChannel, tag
+from farspan.runtime.comm.message_tags import MessageChannel, tag
 from farspan.runtime.comm.messages import Messenger, Posted
 from farspan.runtime.comm.quantize import Codec
 from farspan.runtime.comm.topology import ProcessGroups, Topology
 from farspan.runtime.state.train_state import WORKING_DTYPES
 from farspan.semantics.communications import rows_held
-from farspan.semantics.layout import Send, plan_reshard
+from farspan.semantics.reshard import Send, plan_reshard
 
 #: Microbatches of a validation that are under way between two stages.
 EVALUATED_AHEAD = 4

@@ -15,7 +15,7 @@ from torch import Tensor
 from farspan.domain.cluster import DType, MatmulRate
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.probe_requests import DeviceRates, LeftOut
-from farspan.runtime.comm.collective import Group, connect_workers
+from farspan.runtime.comm.worker_group import Group, connect_workers
 from farspan.runtime.device import (
     free_memory,
     open_device,

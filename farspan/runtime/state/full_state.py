@@ -16,10 +16,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from farspan.runtime.comm.channels import MessageChannel, tag
-from farspan.runtime.comm.collective import all_gather_bytes
+from farspan.runtime.comm.message_tags import MessageChannel, tag
 from farspan.runtime.comm.messages import Messenger, Posted
 from farspan.runtime.comm.topology import Topology
+from farspan.runtime.comm.worker_group import all_gather_bytes
 from farspan.runtime.model.tensor_axis import TensorSlice
 from farspan.runtime.state.train_state import TrainState
 from farspan.runtime.state.zero_buckets import owned_length

@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from farspan.runtime.comm.channels import MessageChannel, tag
+from farspan.runtime.comm.message_tags import MessageChannel, tag
 from farspan.runtime.comm.messages import Messenger, Posted
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.state.train_state import TrainState
-from farspan.semantics.layout import HeldRange, Send, plan_reshard
+from farspan.semantics.reshard import HeldRange, Send, plan_reshard
 
 TABLE = "tok.weight"
 

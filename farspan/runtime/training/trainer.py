@@ -18,7 +18,7 @@ from farspan.domain.problems import Refusal
 from farspan.domain.results import STOP_REASONS, Rescheduled, Saved, Step, Traced, Warned
 from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.checkpoint.checkpoint_folder import Unsaved
-from farspan.runtime.checkpoint.layout import TrainerState
+from farspan.runtime.checkpoint.manifest import TrainerState
 from farspan.runtime.checkpoint.save import Checkpointer, Written
 from farspan.runtime.device import peak_memory
 from farspan.runtime.parallel.executor import Outcome
@@ -349,7 +349,7 @@ class Trainer:
         tokens = np.empty(0, dtype=np.int64)
         if executor.tied is not None:
             tokens, _ = self.batches.read(replica_samples)
-        samples = executor.topology.samples(step)
+        samples = executor.topology.samples_by_microbatch(step)
         scale = self.state.loss_scale / valid_tokens
         outcome = executor.compute_gradients(tokens, lambda i: self.batches.of(samples[i]), scale)
         return valid_tokens, outcome

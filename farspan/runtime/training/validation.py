@@ -18,7 +18,7 @@ from farspan.corpus.entropy import EXACT_TOKENS, ngram_entropies_of
 from farspan.domain.codec import content_hash
 from farspan.domain.plan import row_quantum
 from farspan.domain.results import Validated
-from farspan.runtime.checkpoint.layout import TrainerState
+from farspan.runtime.checkpoint.manifest import TrainerState
 from farspan.runtime.parallel.pipeline import Batch
 from farspan.runtime.time_budget import TimeBudget
 from farspan.runtime.training.sample_order import Indices, shuffle_index

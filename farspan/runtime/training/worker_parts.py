@@ -10,7 +10,7 @@ from farspan.domain.epoch_fence import Epoch
 from farspan.domain.plan import Plan
 from farspan.domain.results import Event
 from farspan.domain.run import RunFolder
-from farspan.runtime.comm.collective import Group
+from farspan.runtime.comm.worker_group import Group
 from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.state.train_state import TrainState

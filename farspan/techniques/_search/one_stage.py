@@ -14,7 +14,7 @@ from farspan.domain.plan import GradSync, Mesh, Plan, Replica, Stage, Topology, 
 from farspan.domain.problems import Problem
 from farspan.domain.units import counted
 from farspan.semantics.muon_matrices import matrices
-from farspan.techniques._out_of_memory import best
+from farspan.techniques._fastest_fitting import best
 from farspan.techniques._task import Task, cannot
 
 #: PyTorch DDP's default (Li et al., arXiv 2006.15704).

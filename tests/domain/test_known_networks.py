@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from farspan.domain import catalog
 from farspan.domain.cluster import SITE_BANDWIDTH, SITE_RTT_S, Cluster, Device, Host, Link, Site
-from farspan.domain.machines import UNKNOWN_LINK, UNKNOWN_SITE, load_machines
+from farspan.domain.known_networks import UNKNOWN_LINK, UNKNOWN_SITE, load_machines
 from farspan.domain.units import parse_rate
 
 KINDS = catalog.load_devices()

@@ -12,11 +12,12 @@ import msgspec
 import numpy as np
 import torch
 
-from farspan.corpus.copies import Copies
+from farspan.corpus.distinct_texts import Copies
 from farspan.corpus.tokenizer import Tokenizer
 from farspan.domain.corpus import Document
 from farspan.domain.units import counted, format_seconds
 from farspan.retrieval.chunk import Chunk
+from farspan.retrieval.contrastive_fit import steps_to_fit
 from farspan.retrieval.embed import Embedder, Read
 from farspan.retrieval.evaluate import Evaluation, ModelVectors, evaluate
 from farspan.retrieval.hybrid_ranking import query_form
@@ -33,7 +34,6 @@ from farspan.retrieval.queries import (
     question_lines,
 )
 from farspan.retrieval.stores import Vectors
-from farspan.retrieval.tuning import steps_to_fit
 from farspan.runtime.model.decoder import Decoder
 
 

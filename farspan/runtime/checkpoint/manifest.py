@@ -67,7 +67,7 @@ class TrainerState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     steps: Count = 0
     #: What the run knows of its speed, and the share of its time that the learning rate follows.
     budget: BudgetState = msgspec.field(default_factory=BudgetState)
-    #: The start of the run that wrote it (`domain.epoch`); 0 of workers without a launcher.
+    #: The start of the run that wrote it (`domain.epoch_fence`); 0 of workers without a launcher.
     epoch: Count = 0
     #: Steps, from 0 on, whose batch was left out, as its gradient was not finite.
     left_out: tuple[Count, ...] = ()

@@ -12,7 +12,7 @@ from textwrap import indent
 
 import pytest
 
-from farspan.runtime.comm.collective import backend
+from farspan.runtime.comm.worker_group import backend
 from tests.ports import reserved_port
 from tests.waiting import LIMIT_S
 
@@ -20,8 +20,8 @@ SILENCE_S = 5.0
 MEMBER = f"""
 import os, signal, sys, time
 import torch
-from farspan.runtime.comm import collective, heartbeat
-from farspan.runtime.comm.collective import Group, connect_workers
+from farspan.runtime.comm import worker_group, heartbeat
+from farspan.runtime.comm.worker_group import Group, connect_workers
 
 heartbeat.SILENCE_S, heartbeat.BEAT_S, heartbeat.RANK_0_ANSWER_S = {SILENCE_S}, 0.05, 8.0
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -111,7 +111,7 @@ def test_rank_0_names_the_hung_rank_to_the_others_despite_a_broken_connection():
 if rank == 2:
     stand_still()
 if rank == 0:
-    collective.dist.recv(torch.zeros(1), 1)  # Rank 1 ends first.
+    worker_group.dist.recv(torch.zeros(1), 1)  # Rank 1 ends first.
 group.all_reduce_sum(1.0)
 """
     with members(3, program) as started:
@@ -147,7 +147,7 @@ with group.step():
 
 def test_workers_on_heterogeneous_devices_communicate_over_gloo():
     program = """
-assert collective.dist.get_backend() == "gloo"
+assert worker_group.dist.get_backend() == "gloo"
 assert group.all_reduce_sum(rank, 1.0) == [1.0, 2.0]
 assert group.broadcast_bytes(bytes([7]) if rank == 0 else b"") == bytes([7])
 """
@@ -181,7 +181,7 @@ def hear_and_note(self, peer, content):
     heard.set()
 heartbeat.Heartbeat._receive_beat = hear_and_note
 if rank == {still}:
-    collective.dist.init_process_group = lambda *given, **named: heard.wait() and stand_still()
+    worker_group.dist.init_process_group = lambda *given, **named: heard.wait() and stand_still()
 Group(rank, world, torch.device("cpu"), connect_workers(rank, world, SECRET), lost)
 """
     with members(3, "", STARTING + program) as started:

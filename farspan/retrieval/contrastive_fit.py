@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from farspan.retrieval.cooccurrence import token_vectors
+from farspan.retrieval.cooccurrence import cooccurrence_vectors
 from farspan.retrieval.index import FitSettings
 from farspan.retrieval.index_work import IndexWork
 from farspan.retrieval.pairs import Pairs
@@ -134,7 +134,9 @@ def _initial_parameters(
     table_VE = torch.randn(vocabulary, fit.size, generator=generator) / fit.size**0.5
     rank = min(_MAX_COOCCURRENCE_RANK, fit.size)
     rotation_ER = _random_orthonormal(fit.size, rank, generator)
-    cooccurrence_VR = _COOCCURRENCE_SHARE * token_vectors(passages, vocabulary, rank, fit.seed)
+    cooccurrence_VR = _COOCCURRENCE_SHARE * cooccurrence_vectors(
+        passages, vocabulary, rank, fit.seed
+    )
     table_VE += cooccurrence_VR @ rotation_ER.T
     projection_FE = _random_orthonormal(features, min(fit.size, features), generator)
     projection_FE = F.pad(projection_FE, (0, fit.size - projection_FE.shape[1]))

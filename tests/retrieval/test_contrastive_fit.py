@@ -5,10 +5,10 @@ from itertools import count
 import pytest
 import torch
 
+from farspan.retrieval.contrastive_fit import fit_embedder
 from farspan.retrieval.index import FitSettings
 from farspan.retrieval.index_work import IndexWork
 from farspan.retrieval.pairs import Pairs
-from farspan.retrieval.tuning import fit_embedder
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from farspan.corpus import prepare as corpus
-from farspan.corpus.copies import Text
+from farspan.corpus.distinct_texts import Text
 from farspan.corpus.documents import read_documents
 from farspan.domain.config import DataConfig, TokenizerConfig
 from farspan.domain.corpus import CorpusManifest, Document, copies_line
