@@ -96,7 +96,7 @@ def farspan(corpus: Path, precision: str, out: int) -> None:
     trainer = Trainer(build(plan, run, Group(0, 1, torch.device("cpu")), lambda event: None))
 
     def step() -> None:
-        trainer._step(trainer.state.step)
+        trainer._train_step(trainer.state.step)
         trainer.state.step += 1
 
     serve(step, out)

@@ -109,7 +109,7 @@ def time_trainer(
         f"{name}: {found['step_ms']:.2f} ms a step (mean {mean_ms:.2f}), "
         f"of them reading {reading_ms:.2f}; {found['tokens_per_s']:,.0f} tokens/s",
     )
-    profile_row(context, name, lambda: trainer._step(0))
+    profile_row(context, name, lambda: trainer._train_step(0))
     shutil.rmtree(run.path)
 
 

@@ -45,7 +45,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import farspan
-from benchmarks.learning import few, source_text
+from benchmarks.learning import few, text_of
 from farspan.corpus.tokens import TokenFile
 from farspan.domain.codec import load
 from farspan.domain.corpus import CorpusManifest
@@ -390,7 +390,7 @@ def main() -> None:
         print(json.dumps(trained(name, Path(corpus), float(seconds), int(seed))))
         return
     given.work.mkdir(parents=True, exist_ok=True)
-    text = few(source_text(given.work / "source"), given.work / "few").resolve()
+    text = few(text_of("source", given.work / "source"), given.work / "few").resolve()
     corpus, manifest = farspan.prepare(
         text, tokenizer={"vocab": 8192}, data={"source": str(text), "val": "25%"}
     )

@@ -113,9 +113,7 @@ class Bench:
         if not self.known(Probed):
             print("probing", flush=True)
             status = cells.status(self.labs[RTT_MS])
-            found = measure_cluster(
-                of_lab(status), self.work.spec, lambda text: None, dtypes=("fp32",)
-            ).cluster
+            found = measure_cluster(of_lab(status), self.work.spec, lambda text: None).cluster
             plain = {
                 count: msgspec.to_builtins(wan.bare(found, count), str_keys=True)
                 for count in WORKERS

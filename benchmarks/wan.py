@@ -109,7 +109,6 @@ class Bench:
                     self.work.spec,
                     lambda text: None,
                     seq_len=self.work.seq_len,
-                    dtypes=(self.work.precision,),
                 )
                 plain = msgspec.to_builtins(bare(found.cluster))
                 self.write(
