@@ -46,11 +46,11 @@ def farspan(corpus: Path, precision: str, out: int) -> None:
     """Return the product's own worker: its model, state, data order and step."""
     import tempfile
 
-    from farspan.domain.codec import load, save
     from farspan.domain.corpus import CorpusManifest
     from farspan.domain.model import ModelSpec
     from farspan.domain.plan import GradSync, Inputs, Mesh, Plan, PlannedDevice, Replica, Stage
     from farspan.domain.run import RunFolder, RunRecord
+    from farspan.domain.struct_files import load, save
     from farspan.domain.train import Optimizer, TrainSpec
     from farspan.runtime.comm.worker_group import Group
     from farspan.runtime.training.trainer import Trainer

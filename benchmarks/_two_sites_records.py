@@ -14,7 +14,7 @@ from _wan_records import Session
 from farspan import models
 from farspan.domain.model import ModelSpec, count_parameters
 from farspan.domain.plan import Plan
-from farspan.domain.results import Event, Step, Validated
+from farspan.domain.run_events import Event, Step, Validated
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
 
 RTT_MS = 103.0

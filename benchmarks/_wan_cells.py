@@ -20,11 +20,11 @@ import numpy as np
 from _wan_plans import CORPUS, Work
 
 from farspan.domain.cluster import Cluster
-from farspan.domain.codec import save
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
-from farspan.domain.results import Event, Step
 from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.run_events import Event, Step
+from farspan.domain.struct_files import save
 from farspan.launch.hosts import host_command
 from farspan.launch.launchers import launch_workers
 from farspan.launch.processes import rendezvous_environment, with_environment, worker_environment

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from farspan import models, techniques
 from farspan.domain.cluster import Cluster
-from farspan.domain.codec import content_hash
 from farspan.domain.engine import load_engine
 from farspan.domain.model import ModelSpec, matmul_parameters
 from farspan.domain.plan import (
@@ -27,6 +26,7 @@ from farspan.domain.plan import (
     Zero,
 )
 from farspan.domain.problems import Problem
+from farspan.domain.struct_files import content_hash
 from farspan.domain.train import Schedule, TrainSpec
 from farspan.planning.rank_plans import rank_plans
 from farspan.techniques import Task

@@ -27,7 +27,6 @@ from farspan.app import training
 from farspan.app.plans import best_plan
 from farspan.app.resolving import resolve_run
 from farspan.app.updates import ignore_update
-from farspan.domain.codec import convert, parse_yaml
 from farspan.domain.config import (
     BatchConfig,
     CheckpointConfig,
@@ -40,6 +39,7 @@ from farspan.domain.config import (
 from farspan.domain.model import count_parameters
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder, source_commit
+from farspan.domain.struct_files import convert, parse_yaml
 from farspan_lab import spec, state
 from farspan_lab.chaos import Disturbed, disturb, links_of
 from farspan_lab.faults import Injection, drawn, parse

@@ -18,8 +18,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from farspan.domain.codec import load
 from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.struct_files import load
 from farspan.report.history import open_run
 
 RESULTS = Path(__file__).parent / "results" / "demo_learning.json"

@@ -27,11 +27,11 @@ import numpy as np
 from benchmarks import many_epochs
 from benchmarks.learning import RESULTS
 from farspan.corpus.counting import measure_counts
-from farspan.corpus.tokens import TokenFile
-from farspan.domain.codec import load
+from farspan.corpus.token_files import TokenFile
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.forecast import Counted, Forecast
 from farspan.domain.run import RunFolder
+from farspan.domain.struct_files import load
 from farspan.domain.train import Schedule
 from farspan.estimate import loss_forecast as law
 from farspan.planning.recipe import studied_recipe

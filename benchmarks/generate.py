@@ -18,9 +18,9 @@ from pathlib import Path
 import msgspec
 import torch
 
-from farspan.domain.codec import save
 from farspan.domain.model import ModelSpec, count_parameters
 from farspan.domain.run import source_commit
+from farspan.domain.struct_files import save
 from farspan.runtime.model.decoder import Decoder, initialize_model
 from farspan.runtime.model.kv_cache import KVCache
 

@@ -15,13 +15,13 @@ import numpy as np
 from gpu_stage import Context, profile_row, seconds
 from gpu_step import TINY, plan_of
 
-from farspan.domain.codec import save
 from farspan.domain.corpus import CorpusManifest, Split
 from farspan.domain.epoch_fence import Epoch
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Plan
-from farspan.domain.results import Step, read_events
 from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.run_events import Step, read_events
+from farspan.domain.struct_files import save
 from farspan.domain.train import Muon, Optimizer, TrainSpec
 from farspan.planning.size import shape_for
 from farspan.runtime import worker

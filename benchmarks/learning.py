@@ -27,11 +27,11 @@ from queue import Empty, SimpleQueue
 
 from msgspec import to_builtins
 
-from farspan.domain.codec import load
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import count_parameters
-from farspan.domain.results import Finished, Started, Step, Validated, read_events
 from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.run_events import Finished, Started, Step, Validated, read_events
+from farspan.domain.struct_files import load
 
 RESULTS = Path(__file__).parent / "results" / "learning.jsonl"
 SHARED = ("tokenizer.vocab=8192", "checkpoint.every=10m", "checkpoint.keep=1")

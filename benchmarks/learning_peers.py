@@ -46,12 +46,12 @@ from torch import Tensor, nn
 
 import farspan
 from benchmarks.learning import few, text_of
-from farspan.corpus.tokens import TokenFile
-from farspan.domain.codec import load
+from farspan.corpus.token_files import TokenFile
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import count_parameters
-from farspan.domain.results import Validated, read_events
 from farspan.domain.run import RunFolder
+from farspan.domain.run_events import Validated, read_events
+from farspan.domain.struct_files import load
 
 RESULTS = Path(__file__).parent / "results" / "learning_peers.jsonl"
 V = 8192

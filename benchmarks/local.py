@@ -42,7 +42,7 @@ from farspan.domain.trial import Trial
 from farspan.launch.probe_client import Probe
 from farspan.launch.trial import run_trial, steps_for, trial_limits
 from farspan.planning import model_speed
-from farspan.planning.select import SelectionTask, select_by_trials
+from farspan.planning.select_by_trials import SelectionTask, select_by_trials
 from farspan.runtime.device import detect_devices
 
 RESULTS = Path(__file__).parent / "results" / "local.jsonl"

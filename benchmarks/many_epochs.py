@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from farspan import models
-from farspan.corpus.tokens import TokenFile
-from farspan.domain.codec import load
+from farspan.corpus.token_files import TokenFile
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import ModelSpec, count_parameters
+from farspan.domain.struct_files import load
 from farspan.domain.train import Schedule
 from farspan.planning.choose_train import batch_tokens
 from farspan.planning.recipe import peak_rate

@@ -27,7 +27,7 @@ from wan import said_of_here, why
 
 from farspan import techniques
 from farspan.domain.plan import Plan
-from farspan.domain.results import Step, read_events
+from farspan.domain.run_events import Step, read_events
 from farspan.launch.launchers import launch_workers
 from farspan.planning.rank_plans import rank_plans
 

@@ -21,8 +21,8 @@ import threading
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from farspan.domain.results import Finished, Started, Validated, read_events
 from farspan.domain.run import RunFolder
+from farspan.domain.run_events import Finished, Started, Validated, read_events
 
 RESULTS = Path(__file__).parent / "results"
 #: The bound of the comparison, in nats a token.

@@ -54,16 +54,16 @@ from wan import results, said_of_here
 
 from farspan import models
 from farspan.domain.cluster import Cluster
-from farspan.domain.codec import convert, cut_unfinished_line
 from farspan.domain.engine import load_engine
 from farspan.domain.plan import Plan
+from farspan.domain.struct_files import convert, cut_unfinished_line
 from farspan.domain.train import Schedule, TrainSpec
 from farspan.domain.trial import Trial
 from farspan.estimate.estimate_plan import estimate
 from farspan.launch.trial import run_trial, steps_for, trial_limits
 from farspan.planning.candidate import Candidate
 from farspan.planning.ranking import time_bounds_s
-from farspan.planning.select import SelectionTask, select_by_trials
+from farspan.planning.select_by_trials import SelectionTask, select_by_trials
 from farspan.semantics.identity import plan_key
 from farspan_lab import spec, state
 from farspan_lab.cluster import of_lab

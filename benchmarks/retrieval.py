@@ -28,11 +28,11 @@ import torch
 
 from benchmarks import perl_documentation
 from farspan.corpus.documents import read_documents
-from farspan.domain.codec import load, load_yaml
 from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import count_parameters
 from farspan.domain.run import RunFolder
+from farspan.domain.struct_files import load, load_yaml
 from farspan.retrieval.chunk import chunk_document
 from farspan.retrieval.embed import Embedder
 from farspan.retrieval.embedder_fit import sides_of

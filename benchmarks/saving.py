@@ -22,12 +22,12 @@ from farspan.app.plans import best_plan
 from farspan.app.resolving import resolve_run
 from farspan.app.supervisor import Supervisor
 from farspan.app.updates import ignore_update
-from farspan.domain.codec import load, save
 from farspan.domain.config import BatchConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from farspan.domain.model import count_parameters
 from farspan.domain.plan import Plan
-from farspan.domain.results import Event, Saved, Step
 from farspan.domain.run import RunFolder, source_commit
+from farspan.domain.run_events import Event, Saved, Step
+from farspan.domain.struct_files import load, save
 from farspan_lab.chaos import twin
 
 RESULTS = Path(__file__).parent / "results" / "saving.json"

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from farspan.corpus import shard_files, tokenizer
+from farspan.corpus import shard_stages, tokenizer
 from farspan.corpus.documents import read_lines
 from farspan.corpus.prepare import prepare_corpus
 from farspan.corpus.sources import open_source
@@ -71,12 +71,12 @@ def farspan_route(work: Path, tokenizer_file: Path, workers: int) -> int:
     stems = sorted(path.with_suffix("") for path in work.glob("*.shard"))
     for path in work.glob("*.encode_shard.done"):
         path.unlink()
-    shard_files.each_shard(
-        shard_files.encode_shard, [(stem, tokenizer_file) for stem in stems], workers
+    shard_stages.each_shard(
+        shard_stages.encode_shard, [(stem, tokenizer_file) for stem in stems], workers
     )
     final = work / "final"
     final.mkdir(exist_ok=True)
-    return shard_files.join_shards(stems, final)["train"].tokens
+    return shard_stages.join_shards(stems, final)["train"].tokens
 
 
 def encode_rows(rows: dict[str, list[str]], tokenizer_file: str) -> dict[str, list[list[int]]]:
@@ -123,11 +123,11 @@ def compare(
     text_bytes = make_text(folder / "text.jsonl", size_bytes, documents)
     (folder / "work").mkdir()
     for number, shard in enumerate(
-        shard_files.spool_source(open_source(str(folder / "text.jsonl")), folder / "work")
+        shard_stages.spool_source(open_source(str(folder / "text.jsonl")), folder / "work")
     ):
         np.save(
             folder / "work" / f"{number:05}.fates.npy",
-            np.full(shard.documents, shard_files.TRAIN, np.uint8),
+            np.full(shard.documents, shard_stages.TRAIN, np.uint8),
         )
     texts = [
         document.text

@@ -67,8 +67,8 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.config import DataConfig, TokenizerConfig
 from farspan.domain.engine import load_engine
 from farspan.domain.plan import Plan
-from farspan.domain.results import Started, Step, Validated
 from farspan.domain.run import cache_folder
+from farspan.domain.run_events import Started, Step, Validated
 from farspan.launch.cluster_measurement import measure_cluster
 from farspan.launch.trial import run_trial, trial_limits
 from farspan.planning.candidate import Candidate

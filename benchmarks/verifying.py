@@ -25,13 +25,13 @@ from farspan.app import training
 from farspan.app.plans import best_plan
 from farspan.app.resolving import resolve_run
 from farspan.app.updates import ignore_update
-from farspan.corpus.tokens import TokenFile
-from farspan.domain.codec import load, save
+from farspan.corpus.token_files import TokenFile
 from farspan.domain.config import BatchConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import count_parameters
 from farspan.domain.plan import Plan
 from farspan.domain.run import RunFolder, RunRecord, source_commit
+from farspan.domain.struct_files import load, save
 from farspan.runtime.model.decoder import Decoder, initial_parameters
 from farspan.runtime.training.sample_order import SampleOrder, TokenWindows
 

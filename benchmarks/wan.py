@@ -47,9 +47,9 @@ from _wan_plans import Work
 from _wan_records import Cell, Predicted, Probed, Record, Session, append, read, table
 
 from farspan.domain.cluster import Cluster
-from farspan.domain.codec import convert, parse_yaml
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import convert, parse_yaml
 from farspan.estimate.estimate_plan import estimate
 from farspan.launch.cluster_measurement import measure_cluster
 from farspan_lab import spec, state

@@ -22,11 +22,11 @@ from farspan.app.configs import as_yaml
 from farspan.app.jobs import register_job
 from farspan.app.supervisor import Supervisor
 from farspan.app.updates import Faulted, Progress, ignore_update
-from farspan.domain.codec import load_yaml, write_atomically
 from farspan.domain.config import OnFault, RunConfig
 from farspan.domain.problems import Problem, Refusal
-from farspan.domain.results import Event, Recovered, Started, Step, read_events
 from farspan.domain.run import RunFolder
+from farspan.domain.run_events import Event, Recovered, Started, Step, read_events
+from farspan.domain.struct_files import load_yaml, write_atomically
 from farspan.launch import trust
 from farspan.report.history import follow_events
 from farspan_lab import state

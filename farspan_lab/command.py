@@ -167,7 +167,7 @@ def _which(name: str | None, labs: list[str]) -> str:
 def named_here() -> tuple[Path, str | None]:
     """Return the file of the current folder that names a lab, and the name: a run.yaml whose
     cluster is one, or a lab.yaml."""
-    from farspan.domain.codec import load_yaml, parse_yaml, read_bytes
+    from farspan.domain.struct_files import load_yaml, parse_yaml, read_bytes
     from farspan_lab.spec import LabFile
 
     if RUN_FILE.is_file():

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from farspan.domain.codec import load_yaml, missing_path
+from farspan.domain.struct_files import load_yaml, missing_path
 from farspan.domain.suggest import advise, any_of, suggest
 from farspan.domain.units import parse_bytes, parse_fraction, parse_rate, parse_round_trip
 from farspan_lab.lab import Device, Lab, Link, Site, out_of_range

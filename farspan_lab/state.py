@@ -18,10 +18,10 @@ from typing import Any
 import msgspec
 
 from farspan.domain.cluster import READY_VARIABLE, SPARE, STARTING_VARIABLE, TAKEN
-from farspan.domain.codec import load, parse_json, save
 from farspan.domain.escapes import shell_word
 from farspan.domain.interpreter import module_command
 from farspan.domain.problems import Problem, Refusal
+from farspan.domain.struct_files import load, parse_json, save
 from farspan.domain.units import counted
 from farspan_lab import INTERFACE, devices
 from farspan_lab.lab import Lab, Link, Status, out_of_range, unavailable

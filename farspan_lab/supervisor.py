@@ -19,8 +19,8 @@ from pathlib import Path
 
 import msgspec
 
-from farspan.domain.codec import load, parse_json, to_json
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import load, parse_json, to_json
 from farspan_lab import _kernel, devices, sites
 from farspan_lab.lab import Lab, Link, Status, Traffic, unavailable
 from farspan_lab.relay import Relay, Wire

@@ -104,7 +104,7 @@ def test_every_key_of_run_yaml_is_documented_with_its_type_and_default() -> None
 
 
 def test_every_example_of_run_yaml_is_one_that_loads() -> None:
-    from farspan.domain.codec import convert, parse_yaml
+    from farspan.domain.struct_files import convert, parse_yaml
 
     examples = re.findall(r"```yaml\n(.+?)```", (DOCS / "run-yaml.md").read_text(), re.DOTALL)
     assert len(examples) >= 2

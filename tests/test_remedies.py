@@ -52,7 +52,7 @@ ALLOWED_FUNCTIONS = NUMBERS | CHECKED_FUNCTIONS | PAIR_FUNCTIONS
 OWN_WORDS: dict[str, set[str]] = {
     "farspan/corpus/sources/folder.py": {"extra", "next"},
     "farspan/domain/clusterfile.py": {"example", "key"},
-    "farspan/domain/codec.py": {
+    "farspan/domain/struct_files.py": {
         "'}' * len(folders)",
         "opened",
         "better",

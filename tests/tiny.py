@@ -8,13 +8,13 @@ import numpy as np
 from msgspec.structs import replace
 
 from farspan.corpus import tokenizer as tokenizers
-from farspan.corpus.tokens import checksums_of
+from farspan.corpus.token_files import checksums_of
 from farspan.domain.cluster import Cluster, Device, Host, Site
-from farspan.domain.codec import save
 from farspan.domain.corpus import CorpusManifest, Split
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import GradSync, Inputs, Mesh, Plan, PlannedDevice, Replica, Stage
 from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.struct_files import save
 from farspan.domain.train import TrainSpec
 from farspan.launch.launchers import launch_workers
 from farspan.launch.workers import Workers

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from farspan.app import (
     clusters,
+    estimate_given_plan,
     examine_machines,
     indexing,
     jobs,
     predictions,
-    price_plan,
     reporting,
     resolving,
     training,
 )
-from farspan.app.choosing import choose_plan as choose_by_trials
+from farspan.app.choose_plan import choose_plan as choose_by_trials
 from farspan.app.configs import default_name, make_config
 from farspan.app.model_use import Format, export_model, generate_text
 from farspan.app.notebook_bar import show_progress
@@ -39,7 +39,7 @@ from farspan.domain.problems import command
 from farspan.domain.run import RunFolder
 from farspan.planning.plan_question import Question
 from farspan.planning.ranking import Ranking
-from farspan.planning.select import Selection
+from farspan.planning.select_by_trials import Selection
 
 if TYPE_CHECKING:
     from farspan.app.examine_machines import Diagnosis
@@ -234,15 +234,15 @@ def plan(
 
 
 def price(
-    plan: price_plan.Given,
+    plan: estimate_given_plan.Given,
     cluster: str | os.PathLike[str] | Cluster | None = None,
     engine: str | None = None,
     progress: Progress | None = None,
-) -> price_plan.PricedPlan:
+) -> estimate_given_plan.PricedPlan:
     """Price one plan: a file, its table in short form, or a Plan. Without a cluster it is this
     machine's; the engine is the plan's own unless another is named."""
     with show_progress(progress) as shown:
-        return price_plan.price_given(plan, cluster, engine, shown)
+        return estimate_given_plan.price_given(plan, cluster, engine, shown)
 
 
 def select(

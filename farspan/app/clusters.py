@@ -6,11 +6,11 @@ from __future__ import annotations
 from farspan.app.extensions import find_extensions
 from farspan.domain.cluster import Cluster
 from farspan.domain.cluster_json import load_cluster_json
-from farspan.domain.codec import load_yaml
 from farspan.domain.config import ParallelConfig, RunConfig
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
+from farspan.domain.struct_files import load_yaml
 from farspan.launch.clusters import THIS_MACHINE
 
 

@@ -12,10 +12,10 @@ import msgspec
 from msgspec.structs import replace
 
 from farspan.app.clusters import is_external
-from farspan.domain.codec import convert, load, load_yaml, parse_yaml
 from farspan.domain.config import RunConfig
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.struct_files import convert, load, load_yaml, parse_yaml
 
 
 def make_config(data: str | os.PathLike[str] | RunConfig, **keys: Any) -> RunConfig:

@@ -10,12 +10,12 @@ from farspan.app.resolving import prepare_run_corpus
 from farspan.app.updates import Note, Progress
 from farspan.corpus.find_prepared import find_corpus, missing_corpus
 from farspan.domain.cluster_json import load_cluster_json
-from farspan.domain.codec import load, load_yaml
 from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.struct_files import load, load_yaml
 
 
 def bring_corpus(run: RunFolder, progress: Progress) -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from farspan.app.updates import Ended, Note, Progress, ignore_update, note_reporter
-from farspan.domain.codec import load, load_yaml
 from farspan.domain.config import IndexConfig, RunConfig
 from farspan.domain.corpus import CorpusManifest, copies_line
 from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord, make_cache_folder
+from farspan.domain.struct_files import load, load_yaml
 from farspan.domain.units import counted
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from typing import Any, Literal
 import msgspec
 
 from farspan.domain.cluster import HostName
-from farspan.domain.codec import load, parse_json, save
 from farspan.domain.escapes import shell_line
 from farspan.domain.problems import Problem, Refusal, command
-from farspan.domain.results import STOP_REASONS, Event, Recovered, decode_events, read_events
 from farspan.domain.run import RunFolder
+from farspan.domain.run_events import STOP_REASONS, Event, Recovered, decode_events, read_events
+from farspan.domain.struct_files import load, parse_json, save
 from farspan.domain.units import format_seconds
 from farspan.launch.folder_lock import is_locked, lock_holders
 from farspan.launch.process_began import process_began

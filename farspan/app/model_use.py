@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from farspan.app.preflight_checks import refuse_existing
-from farspan.domain.codec import write_atomically
 from farspan.domain.problems import command
 from farspan.domain.run import RunFolder
+from farspan.domain.struct_files import write_atomically
 
 #: What loads an exported folder: transformers, or sentence-transformers.
 Format = Literal["huggingface", "sentence-transformers"]

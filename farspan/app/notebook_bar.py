@@ -14,7 +14,7 @@ from farspan.app.plans import Planned
 from farspan.app.updates import Ended, Faulted, Note, Progress, Training, Tried, ignore_update
 from farspan.domain.escapes import escape_controls
 from farspan.domain.problems import Refusal
-from farspan.domain.results import Event, Warned
+from farspan.domain.run_events import Event, Warned
 from farspan.domain.units import format_seconds
 from farspan.report.run_progress import SoFar
 

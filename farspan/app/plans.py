@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from farspan.app import choosing
+from farspan.app import choose_plan
 from farspan.app.clusters import given_cluster
 from farspan.app.configs import as_yaml
 from farspan.app.preflight_checks import check_gpus, require_torch
@@ -15,7 +15,15 @@ from farspan.app.resolving import Resolved, prepare_run_corpus, start_probe
 from farspan.app.updates import Chosen, Note, Progress, Ranked, ignore_update
 from farspan.domain.cluster import Cluster, Device
 from farspan.domain.cluster_json import save_cluster_json
-from farspan.domain.codec import (
+from farspan.domain.config import ParallelConfig, RunConfig
+from farspan.domain.corpus import SPLITS, CorpusManifest
+from farspan.domain.cost import Estimate
+from farspan.domain.forecast import Forecast
+from farspan.domain.model import ModelSpec, count_parameters
+from farspan.domain.plan import Plan, find_flaw
+from farspan.domain.problems import Refusal, command
+from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.struct_files import (
     content_hash,
     convert,
     parse_json,
@@ -23,16 +31,8 @@ from farspan.domain.codec import (
     save,
     write_atomically,
 )
-from farspan.domain.config import ParallelConfig, RunConfig
-from farspan.domain.corpus import SPLITS, CorpusManifest
-from farspan.domain.forecast import Forecast
-from farspan.domain.model import ModelSpec, count_parameters
-from farspan.domain.plan import Plan, find_flaw
-from farspan.domain.problems import Refusal, command
-from farspan.domain.results import Estimate
-from farspan.domain.run import RunFolder, RunRecord
 from farspan.estimate.loss_forecast import forecast
-from farspan.planning.select import Selection
+from farspan.planning.select_by_trials import Selection
 from farspan.planning.selection_outcome import nothing_runs
 from farspan.semantics.identity import identity, lasting
 
@@ -69,10 +69,10 @@ def best_plan(
     where none fits.
     """
     named = parallel.technique != "auto"
-    question = choosing.selection_task_of(resolved, parallel)
+    question = choose_plan.selection_task_of(resolved, parallel)
     selection = None
     if trials and not named and len(resolved.cluster.devices) > 1:
-        selection = choosing.choose_plan(resolved, parallel, progress, paying=True)
+        selection = choose_plan.choose_plan(resolved, parallel, progress, paying=True)
     ranking = question.rank(resolved.cluster) if selection is None else selection.ranking
     if table:
         progress(Ranked(ranking))
@@ -96,7 +96,7 @@ def add_forecast(planned: Planned) -> Planned:
     if train.optimizer.muon is msgspec.UNSET or train.schedule.kind == "constant":
         return planned
     from farspan.corpus.counting import measure_counts
-    from farspan.corpus.tokens import TokenFile, VerifiedArray
+    from farspan.corpus.token_files import TokenFile, VerifiedArray
 
     resolved = planned.resolved
     estimate = planned.estimate

@@ -335,7 +335,7 @@ def load_exporter(system: str) -> Exporter:
 
 def export_plan(plan: Plan, system: str, to: Path | None = None) -> tuple[Path, Exported]:
     """Write the plan as another system's configuration."""
-    from farspan.domain.codec import write_atomically
+    from farspan.domain.struct_files import write_atomically
 
     exported = load_exporter(system).export(plan)
     path = to or Path(exported.file)

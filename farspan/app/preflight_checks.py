@@ -6,10 +6,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from farspan.domain.codec import missing_path
 from farspan.domain.config import RunConfig
 from farspan.domain.install import install_command
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import missing_path
 
 
 def require_torch() -> None:

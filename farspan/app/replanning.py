@@ -19,13 +19,13 @@ from farspan.app.updates import Note, Progress, ignore_update
 from farspan.corpus.find_prepared import find_corpus
 from farspan.domain.cluster import Cluster
 from farspan.domain.cluster_json import load_cluster_json
-from farspan.domain.codec import load, load_yaml, save
 from farspan.domain.config import ParallelConfig, RunConfig
 from farspan.domain.corpus import CorpusManifest
+from farspan.domain.cost import Estimate
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, command
-from farspan.domain.results import Estimate
 from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.struct_files import load, load_yaml, save
 from farspan.domain.units import counted, format_bytes, format_seconds, format_usd, short_time
 from farspan.launch.clusters import THIS_MACHINE
 

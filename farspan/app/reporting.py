@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from farspan.app.choosing import selection_task
+from farspan.app.choose_plan import selection_task
 from farspan.domain.cluster import Cluster, Device, Host
 from farspan.domain.cluster_json import load_cluster_json
-from farspan.domain.codec import load_yaml, write_atomically
 from farspan.domain.config import RunConfig
+from farspan.domain.cost import Measurement
 from farspan.domain.notebook import html_text
 from farspan.domain.problems import Refusal, command
-from farspan.domain.results import Measurement
 from farspan.domain.run import RunFolder
+from farspan.domain.struct_files import load_yaml, write_atomically
 
 if TYPE_CHECKING:
     from farspan.report.compare import Comparison, Versus

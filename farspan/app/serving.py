@@ -8,11 +8,11 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from farspan.app.updates import Progress, ignore_update, note_reporter
-from farspan.domain.codec import load
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.install import install_command
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.struct_files import load
 
 if TYPE_CHECKING:
     from farspan.retrieval.serve.run_searcher import IndexSearcher

@@ -20,12 +20,13 @@ from farspan.app.plans import Planned
 from farspan.app.replanning import adopt_plan, plan_without_hosts
 from farspan.app.restart_policy import Faults, Seen, restart_message
 from farspan.app.updates import Ended, Faulted, Note, Progress, Training
-from farspan.domain.codec import load, load_yaml
 from farspan.domain.config import RunConfig
+from farspan.domain.cost import Estimate
 from farspan.domain.epoch_fence import Fault
 from farspan.domain.problems import Problem, Refusal, command
-from farspan.domain.results import Estimate, Event, Finished, Started, Step
 from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.run_events import Event, Finished, Started, Step
+from farspan.domain.struct_files import load, load_yaml
 from farspan.domain.units import format_seconds
 from farspan.launch.absent_hosts import find_absent_hosts
 from farspan.launch.launchers import launch_workers

@@ -27,11 +27,11 @@ from farspan.app.preflight_checks import refuse_existing, require_torch
 from farspan.app.reporting import Report, write_report
 from farspan.app.resolving import resolve_run
 from farspan.app.updates import Ended, Note, Progress, ignore_update, note_reporter
-from farspan.domain.codec import load, to_json, write_atomically
 from farspan.domain.config import RunConfig
 from farspan.domain.problems import Refusal, command
-from farspan.domain.results import STOP_REASONS, Event, Started, read_events
 from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.run_events import STOP_REASONS, Event, Started, read_events
+from farspan.domain.struct_files import load, to_json, write_atomically
 from farspan.domain.units import counted, format_bytes
 from farspan.report.run_endings import step_of
 

@@ -6,9 +6,9 @@ from msgspec.structs import replace
 
 from farspan._version import __version__
 from farspan.app.resolving import Resolved
-from farspan.domain.codec import content_hash, load, save
 from farspan.domain.plan import Plan
 from farspan.domain.run import cache_folder, make_cache_folder
+from farspan.domain.struct_files import content_hash, load, save
 from farspan.domain.trial import Trial
 from farspan.launch.trial import TrialLimits, run_trial, steps_for, trial_limits
 from farspan.semantics.identity import cluster_hash, plan_key

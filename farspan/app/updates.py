@@ -1,8 +1,8 @@
 """Updates that a function of the API reports while it works: one callback takes all, by type.
 
 Updates are `Note`, `Ranked`, `Tried`, `Chosen`, `Training` and `Faulted` of this file, `Planned` of
-`plans`, the events of a run (`domain.results`), the `Work` on an index, and `Ended`, after which no
-live display is wanted.
+`plans`, the events of a run (`domain.run_events`), the `Work` on an index, and `Ended`, after which
+no live display is wanted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # A search reports notes alone, and is to answer at once.
     from farspan.domain.trial import Trial
     from farspan.planning.candidate import Candidate
     from farspan.planning.ranking import Ranking
-    from farspan.planning.select import Selection
+    from farspan.planning.select_by_trials import Selection
 
 Progress = Callable[[object], None]
 

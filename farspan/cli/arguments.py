@@ -9,11 +9,11 @@ import msgspec
 
 from farspan.app.configs import override_config
 from farspan.cli.console import Console
-from farspan.domain.codec import load_yaml
 from farspan.domain.config import RunConfig
 from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.run import RunFolder
+from farspan.domain.struct_files import load_yaml
 
 #: Keys of `parallel` that have an option of their own.
 SHORT_KEYS = ("cluster", "launcher")

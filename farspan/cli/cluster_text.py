@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import combinations
 
 from farspan.cli.console import Console
+from farspan.domain.assumed_networks import AssumedNetwork
 from farspan.domain.cluster import Cluster, Device, Link
-from farspan.domain.known_networks import AssumedNetwork
 from farspan.domain.units import (
     counted,
     format_bytes,

@@ -22,8 +22,8 @@ from farspan.domain.escapes import shell_word
 from farspan.domain.interpreter import module_command
 from farspan.domain.own_files import open_own
 from farspan.domain.problems import Problem, Refusal, command
-from farspan.domain.results import Finished, Step, decode_events
 from farspan.domain.run import RunFolder
+from farspan.domain.run_events import Finished, Step, decode_events
 
 
 def takes_detach(parser: argparse.ArgumentParser) -> None:

@@ -84,8 +84,8 @@ class Parser(argparse.ArgumentParser):
         if likely:
             self.error(words, any_of(likely, "use"))
         if "--set" in options:
-            from farspan.domain.codec import keys_of
             from farspan.domain.config import RunConfig
+            from farspan.domain.struct_files import keys_of
 
             keys = suggest_key(name.lstrip("-"), keys_of(RunConfig))
             settings = [f"{key}={value or 'VALUE'}" for key in keys]

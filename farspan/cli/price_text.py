@@ -11,7 +11,7 @@ from farspan.domain.units import counted, format_bytes
 from farspan.report.tables import table_lines
 
 if TYPE_CHECKING:
-    from farspan.app.price_plan import PricedPlan
+    from farspan.app.estimate_given_plan import PricedPlan
 
 
 def print_priced_plan(priced: PricedPlan, console: Console, *, pictures: bool) -> None:

@@ -18,7 +18,7 @@ from farspan.domain.escapes import escape_controls
 from farspan.domain.forecast import Forecast
 from farspan.domain.model import train_flops_per_token
 from farspan.domain.plan import Plan
-from farspan.domain.results import (
+from farspan.domain.run_events import (
     Event,
     Finished,
     Recovered,

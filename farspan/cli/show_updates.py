@@ -12,7 +12,7 @@ from farspan.cli.display import DisplayConsole
 from farspan.cli.index_progress import IndexProgress
 from farspan.cli.plan_table import print_ranking, wrap_paragraph
 from farspan.cli.progress import TrainingDisplay
-from farspan.domain.results import Event
+from farspan.domain.run_events import Event
 
 
 class Show:

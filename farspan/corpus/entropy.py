@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from farspan.corpus.tokens import Tokens
+from farspan.corpus.token_files import Tokens
 
 Array = npt.NDArray[Any]
 

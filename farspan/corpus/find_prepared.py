@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from farspan.corpus.tokens import is_whole
-from farspan.domain.codec import load
+from farspan.corpus.token_files import is_whole
 from farspan.domain.corpus import SENT, CorpusManifest
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder, RunRecord, cache_folder
+from farspan.domain.struct_files import load
 
 #: The folder of prepared corpora in a cache.
 CORPORA = "corpora"

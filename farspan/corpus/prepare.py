@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from farspan.corpus import dedup, shard_files
+from farspan.corpus import dedup, shard_stages
 from farspan.corpus import tokenizer as tokenizers
 from farspan.corpus.distinct_texts import CLUSTERS, Text, distinct_texts, read_distinct
 from farspan.corpus.documents import COPIES, DOCUMENTS, write_array
@@ -25,8 +25,7 @@ from farspan.corpus.entropy import ngram_entropies
 from farspan.corpus.reading import CHUNK_BYTES, UNKNOWN_ENCODING
 from farspan.corpus.sources import Source, open_source
 from farspan.corpus.split import decide_split
-from farspan.corpus.tokens import is_whole, verify_corpus
-from farspan.domain.codec import content_hash, is_content_hash, load, save, write_atomically
+from farspan.corpus.token_files import is_whole, verify_corpus
 from farspan.domain.config import DataConfig, TokenizerConfig
 from farspan.domain.corpus import (
     TOKEN_FILES,
@@ -38,6 +37,7 @@ from farspan.domain.corpus import (
 from farspan.domain.escapes import shell_word, yaml_word
 from farspan.domain.own_files import open_own, refuse_link
 from farspan.domain.problems import Refusal, command
+from farspan.domain.struct_files import content_hash, is_content_hash, load, save, write_atomically
 from farspan.domain.units import counted, format_bytes, format_count, parse_fraction
 
 #: Part of every hash: raise it when the same input gives other files than before.
@@ -139,21 +139,21 @@ def read_text(
         stems = [work / f"{number:05}" for number in range(len(shards))]
         for skipped in by_kind(source.skipped.entries()):
             write_line(f"skipped {skipped}")
-        shard_files.each_shard(dedup.sign, [(stem,) for stem in stems], workers)
+        shard_stages.each_shard(dedup.sign, [(stem,) for stem in stems], workers)
         decision = decide_split(stems, data, must_split=False)
         # A corpus numbers its documents in this order.
-        documents = list(_chosen_of(stems, shard_files.TRAIN))
+        documents = list(_chosen_of(stems, shard_stages.TRAIN))
         train = len(documents)
-        documents += _chosen_of(stems, shard_files.VAL)
+        documents += _chosen_of(stems, shard_stages.VAL)
         kept = len(documents)
-        documents += _chosen_of(stems, shard_files.DOCUMENT_DROPPED)
+        documents += _chosen_of(stems, shard_stages.DOCUMENT_DROPPED)
     clusters = decision.corpus_clusters().tolist()
     return distinct_texts(documents, clusters, train=train, kept=kept, fingerprint=fingerprint)
 
 
 def _chosen_of(stems: list[Path], fate: int) -> Iterator[Document]:
     for stem in stems:
-        yield from shard_files.read_chosen(stem, fate)
+        yield from shard_stages.read_chosen(stem, fate)
 
 
 def _corpus_key(source: Source, data: DataConfig, tokenizer: TokenizerConfig) -> str:
@@ -178,7 +178,7 @@ def _build_corpus(
     shards = _spool_source(source, data, work, write_line)
     stems = [work / f"{number:05}" for number in range(len(shards))]
     jobs = [(stem,) for stem in stems]
-    shard_files.each_shard(dedup.sign, jobs, workers)
+    shard_stages.each_shard(dedup.sign, jobs, workers)
     decision = decide_split(stems, data, must_split=True)
     if decision.exact or decision.near:
         write_line(
@@ -191,20 +191,20 @@ def _build_corpus(
         write_line(f"training a tokenizer of {vocab:,} tokens")
         # Shards spread over the corpus that hold about _SAMPLE_BYTES.
         stride = -(-text_bytes // _SAMPLE_BYTES)
-        shard_files.each_shard(learn, [(tokenizer_file, vocab, stems[::stride])], workers)
+        shard_stages.each_shard(learn, [(tokenizer_file, vocab, stems[::stride])], workers)
     words = tokenizers.load_tokenizer(tokenizer_file)
     vocab_size = words.vocab_size
     if config.use and config.vocab != "auto":
         vocab_size = config.vocab
     write_line(f"encoding with {words.engine}, vocabulary {vocab_size:,}")
-    shard_files.each_shard(
-        shard_files.encode_shard, [(stem, tokenizer_file) for stem in stems], workers
+    shard_stages.each_shard(
+        shard_stages.encode_shard, [(stem, tokenizer_file) for stem in stems], workers
     )
-    shard_files.each_shard(shard_files.write_copies, jobs, workers)
-    splits = shard_files.join_shards(stems, final)
+    shard_stages.each_shard(shard_stages.write_copies, jobs, workers)
+    splits = shard_stages.join_shards(stems, final)
     write_array(final / CLUSTERS, decision.corpus_clusters())
     words.save(final / "tokenizer.json")
-    dtype = shard_files.token_dtype(words.vocab_size)
+    dtype = shard_stages.token_dtype(words.vocab_size)
     train = np.memmap(final / "train.bin", dtype, "r")
     val = np.memmap(final / "val.bin", dtype, "r")
     unigram, bigram = ngram_entropies(train, val, vocab_size)
@@ -275,10 +275,10 @@ def _copy_tokenizer(where: str, vocab: int | Literal["auto"], tokenizer_file: Pa
 
 def _spool_source(
     source: Source, data: DataConfig, work: Path, write_line: WriteLine
-) -> list[shard_files.FinishedShard]:
+) -> list[shard_stages.FinishedShard]:
     """Spool the source; refuses one without text, and a disk too small for the rest of the work."""
     write_line(f"reading {data.source}")
-    shards = shard_files.spool_source(source, work)
+    shards = shard_stages.spool_source(source, work)
     if not shards:
         raise _nothing_read(source, data)
     if data.bad == "refuse":
@@ -329,7 +329,7 @@ def _refuse_bad(skipped: Iterable[Skipped | str], data: DataConfig) -> None:
 def learn(tokenizer_file: Path, vocab_size: int, stems: list[Path]) -> None:
     """Train on the training documents of these shards; in a process of its own, whose memory goes
     with it."""
-    texts = (document.text for document in _chosen_of(stems, shard_files.TRAIN))
+    texts = (document.text for document in _chosen_of(stems, shard_stages.TRAIN))
     tokenizers.train_bpe_tokenizer(texts, vocab_size).save(tokenizer_file)
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from farspan.corpus import dedup, shard_files
+from farspan.corpus import dedup, shard_stages
 from farspan.corpus.documents import read_lines, write_array
 from farspan.domain.config import DataConfig
 from farspan.domain.escapes import shell_word, yaml_word
@@ -59,8 +59,8 @@ class Decision(NamedTuple):
         documents = np.concatenate([np.arange(len(self.fates)), tailed])
         is_tail = np.arange(len(documents)) >= len(self.fates)
         fates = self.fates[documents]
-        is_val = (fates == shard_files.VAL) | is_tail
-        sides = np.select([fates == shard_files.DOCUMENT_DROPPED, is_val], [2, 1], 0)
+        is_val = (fates == shard_stages.VAL) | is_tail
+        sides = np.select([fates == shard_stages.DOCUMENT_DROPPED, is_val], [2, 1], 0)
         order = np.lexsort((is_tail, documents, sides))
         numbers = np.empty(len(order), np.int64)
         numbers[order] = np.arange(len(order))
@@ -94,9 +94,9 @@ def decide_split(stems: list[Path], data: DataConfig, *, must_split: bool) -> De
     is_split = bool(is_held_out.any() and not is_held_out.all())
     if not is_split:
         is_held_out = of_least_hash(keys)
-    fates = np.where(is_held_out, np.uint8(shard_files.VAL), np.uint8(shard_files.TRAIN))
+    fates = np.where(is_held_out, np.uint8(shard_stages.VAL), np.uint8(shard_stages.TRAIN))
     dropped = copies & data.dedup
-    fates[dropped] = shard_files.DOCUMENT_DROPPED
+    fates[dropped] = shard_stages.DOCUMENT_DROPPED
     cuts = np.zeros(len(fates), np.int64)
     if share and not is_split:
         texts_to_cut = _texts_to_cut(stems, keys, dropped)
@@ -105,7 +105,7 @@ def decide_split(stems: list[Path], data: DataConfig, *, must_split: bool) -> De
         for document in np.flatnonzero(cuts):
             is_copy = dropped & (texts == texts[document])
             cuts[is_copy] = cuts[document]
-    has_held_out = np.isin(fates, (shard_files.VAL, shard_files.CUT)).any()
+    has_held_out = np.isin(fates, (shard_stages.VAL, shard_stages.CUT)).any()
     if must_split and not (share and has_held_out):
         raise _nothing_held_out(data)
     for number, stem in enumerate(stems):
@@ -174,12 +174,12 @@ def _hold_out_end(texts: list[list[_Kept]], fates: Fates, cuts: Numbers, share: 
             is_near_start = place > 0 and target - start <= reach
             is_near_end = place + 1 < len(parts) and end - target <= reach
             if is_near_start or target < start:
-                fates[part.number] = shard_files.VAL
+                fates[part.number] = shard_stages.VAL
             elif target >= end or is_near_end:
-                fates[part.number] = shard_files.TRAIN
+                fates[part.number] = shard_stages.TRAIN
             else:
                 at = place_to_cut(part.text, target - start, reach)
-                fates[part.number] = shard_files.CUT if at else shard_files.TRAIN
+                fates[part.number] = shard_stages.CUT if at else shard_stages.TRAIN
                 cuts[part.number] = at
             start = end
 

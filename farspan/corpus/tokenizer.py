@@ -15,10 +15,10 @@ import numpy.typing as npt
 from farspan.corpus._hub import use_cache_if_unreachable
 from farspan.corpus._tiktoken_ranks import SEPARATOR, as_tiktoken
 from farspan.corpus.patterns import unsafe_pattern
-from farspan.domain.codec import missing_path, write_atomically
 from farspan.domain.corpus import make_encodable
 from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import missing_path, write_atomically
 
 if TYPE_CHECKING:
     import tokenizers

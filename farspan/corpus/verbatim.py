@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from farspan.corpus.tokens import Tokens
+from farspan.corpus.token_files import Tokens
 
 #: So many tokens on end count as memorized: fewer also come about by chance and by grammar.
 #: A choice; Carlini et al. (arXiv 2202.07646) take 50 of a corpus whose common phrases are longer.

@@ -11,7 +11,12 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from farspan.domain.known_networks import UNKNOWN_LINK, UNKNOWN_SITE, AssumedNetwork, known_network
+from farspan.domain.assumed_networks import (
+    UNKNOWN_LINK,
+    UNKNOWN_SITE,
+    AssumedNetwork,
+    known_network,
+)
 from farspan.domain.notebook import html_table
 from farspan.domain.train import Precision
 from farspan.domain.units import counted, format_bytes, format_rate, short_time

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from farspan.domain.cluster import PART_OF, Cluster
-from farspan.domain.codec import parse_json, read_bytes, save
+from farspan.domain.struct_files import parse_json, read_bytes, save
 
 
 def as_json(cluster: Cluster) -> dict[str, Any]:

@@ -32,9 +32,9 @@ from farspan.domain.cluster import (
     Site,
     UnitTime,
 )
-from farspan.domain.codec import load_yaml, write_atomically
 from farspan.domain.escapes import escape_controls, key_word, shell_word, yaml_word
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import load_yaml, write_atomically
 from farspan.domain.suggest import advise, any_of
 from farspan.domain.suggest_device import advise_device, slice_of
 from farspan.domain.units import (

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from farspan.domain.codec import ContentHash
+from farspan.domain.struct_files import ContentHash
 from farspan.domain.units import counted
 
 #: The files of both splits, as `Split` describes them.

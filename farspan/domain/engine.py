@@ -11,8 +11,8 @@ from typing import Literal
 import msgspec
 
 from farspan.domain.cluster import DType
-from farspan.domain.codec import convert, parse_yaml
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import convert, parse_yaml
 from farspan.domain.suggest import advise
 
 #: Memory-bound work of kernels, by the tensors that they read: a weight's elements, a table's, the

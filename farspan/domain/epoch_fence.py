@@ -15,8 +15,8 @@ from typing import Annotated
 
 import msgspec
 
-from farspan.domain.codec import parse_json, save
 from farspan.domain.problems import Problem, Refusal, command
+from farspan.domain.struct_files import parse_json, save
 
 #: The variable of a worker's environment that holds its epoch, as JSON.
 EPOCH_VARIABLE = "FARSPAN_EPOCH"

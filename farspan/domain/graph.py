@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from farspan.domain.codec import content_hash
+from farspan.domain.struct_files import content_hash
 
 Kind = Literal["matmul", "attention", "pointwise", "lookup", "loss"]
 

@@ -15,8 +15,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from farspan.domain.codec import ContentHashOrNone, content_hash
 from farspan.domain.model import ModelSpec
+from farspan.domain.struct_files import ContentHashOrNone, content_hash
 from farspan.domain.train import TrainSpec
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -178,21 +178,21 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Sequences of the largest microbatch of a batch coordinate."""
         return -(-self.stages[stage].rows[coordinate] // self.microbatches)
 
-    def part(self, stage: int, coordinate: int, microbatch: int) -> int:
+    def microbatch_rows(self, stage: int, coordinate: int, microbatch: int) -> int:
         """Sequences of one microbatch of a batch coordinate: its rows as evenly as they divide."""
         rows = self.stages[stage].rows[coordinate]
         start = microbatch * rows // self.microbatches
         return (microbatch + 1) * rows // self.microbatches - start
 
-    def span(self, stage: int, coordinate: int, microbatch: int) -> tuple[int, int]:
+    def microbatch_span(self, stage: int, coordinate: int, microbatch: int) -> tuple[int, int]:
         """Return the sequences [start, stop) of a step that a batch coordinate of a stage reads as
         one microbatch."""
         # Earlier microbatches of all coordinates come first, then this one of earlier coordinates.
         all_rows = self.stages[stage].rows
         start = sum(microbatch * rows // self.microbatches for rows in all_rows)
         for earlier in range(coordinate):
-            start += self.part(stage, earlier, microbatch)
-        return start, start + self.part(stage, coordinate, microbatch)
+            start += self.microbatch_rows(stage, earlier, microbatch)
+        return start, start + self.microbatch_rows(stage, coordinate, microbatch)
 
 
 class Sync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

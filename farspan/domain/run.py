@@ -12,12 +12,12 @@ from typing import IO
 
 import msgspec
 
-from farspan.domain.codec import load
 from farspan.domain.config import RunConfig
 from farspan.domain.forecast import Forecast
 from farspan.domain.own_files import is_replaced
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, command
+from farspan.domain.struct_files import load
 from farspan.domain.suggest import any_of, suggest
 
 #: The variable of a worker's environment that names the run's folder where farspan was asked to

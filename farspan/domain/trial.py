@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from farspan.domain.problems import Problem
-from farspan.domain.results import Environment
+from farspan.domain.run_events import Environment
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -16,23 +16,23 @@ from typing import NamedTuple
 import msgspec
 
 from farspan.domain.cluster import Cluster, Device
+from farspan.domain.cost import Estimate, Memory, Workload
 from farspan.domain.engine import Engine
 from farspan.domain.graph import OpGraph
 from farspan.domain.model import train_flops_per_token
 from farspan.domain.plan import Plan, Replica
-from farspan.domain.results import Estimate, Memory, Workload
 from farspan.domain.train import Precision
-from farspan.estimate.assumptions import assumptions
+from farspan.estimate.assumption_sentences import assumptions
 from farspan.estimate.between_stages import Tie, Ways, crossing, edges, sent_between, tie
 from farspan.estimate.compute import product_dtype
 from farspan.estimate.gradient_sync import carried_s, leaving
 from farspan.estimate.memory import MEETING, OVERLAPPING
 from farspan.estimate.network import Network
-from farspan.estimate.replicas import token_efficiency
 from farspan.estimate.scaling_law import fitted_loss
 from farspan.estimate.schedule import Simulated, simulate_pipeline
 from farspan.estimate.stage import Costs
 from farspan.estimate.stage_time import StageTime, stage_time
+from farspan.estimate.token_efficiency import token_efficiency
 from farspan.semantics.communications import meeting
 from farspan.semantics.pass_order import depths_in_flight
 

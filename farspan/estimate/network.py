@@ -15,9 +15,9 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
+from farspan.domain.assumed_networks import AssumedNetwork
 from farspan.domain.cluster import LINK_BANDWIDTH, Cluster, Device, Link
 from farspan.domain.engine import Engine
-from farspan.domain.known_networks import AssumedNetwork
 from farspan.domain.plan import PlannedDevice
 from farspan.estimate.network_path import (
     NetworkPath,

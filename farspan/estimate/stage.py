@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from farspan.domain.cluster import Device
+from farspan.domain.cost import Memory
 from farspan.domain.graph import Operator, OpGraph, recomputed_operators
 from farspan.domain.plan import Replica, Stage
-from farspan.domain.results import Memory
 from farspan.domain.train import TrainSpec
 from farspan.estimate.compute import DeviceSpeed, Kernels, work
 from farspan.estimate.memory import (

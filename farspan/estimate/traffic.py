@@ -136,7 +136,8 @@ def _tensor_axis(replica: Replica, index: int, costs: Costs, ledger: _Ledger) ->
         if not stage.rows[coordinate]:
             continue
         sizes = Counter(
-            max(1, replica.part(index, coordinate, i)) for i in range(replica.microbatches)
+            max(1, replica.microbatch_rows(index, coordinate, i))
+            for i in range(replica.microbatches)
         )
         for (unit, count), (rows, parts) in itertools.product(
             graph.kinds(*stage.units), sizes.items()

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, combinations, compress
 
 from farspan.domain.cluster import Host
-from farspan.launch.network_examination import measure_round_trip, start_agents
+from farspan.launch.link_measurement import measure_round_trip
+from farspan.launch.network_examination import start_agents
 
 #: Of more hosts each is asked for the first alone, not for every other: pairs grow with the square.
 MAX_PAIRED_HOSTS = 8

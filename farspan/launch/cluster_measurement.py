@@ -3,7 +3,6 @@ Cluster like any other."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,7 +12,6 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from farspan.domain.cluster import Cluster, Device, Host, Link
-from farspan.domain.clusterfile import MAX_LOSS
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.probe_requests import (
@@ -28,13 +26,10 @@ from farspan.domain.probe_requests import (
 )
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.units import counted, format_bytes
-from farspan.launch.hosts import Agent
-from farspan.launch.network_examination import (
-    measure_bandwidth,
-    measure_round_trip,
-    require_reached,
-    start_agents,
+from farspan.launch.link_measurement import (
+    measure_link,
 )
+from farspan.launch.network_examination import start_agents
 from farspan.launch.probe_client import Probe
 from farspan.launch.rendezvous import arrange_rendezvous
 
@@ -44,11 +39,6 @@ SMALLER_MODEL = (
     "--model and --seq-len with a smaller model or shorter sequences, or leave the device out of "
     "the cluster"
 )
-STREAMS = (1, 2, 4, 8, 16)
-NUM_PINGS = 40
-#: Datagrams that loss is counted on, and the pause between two.
-DATAGRAMS = 2000
-GAP_S = 0.0005
 #: Bytes of the all-reduces: one that only the round trips cost, a bucket, and one that the
 #: bandwidth decides.
 ALLREDUCE_BYTES = (8, 4_000_000, 64_000_000)
@@ -62,8 +52,6 @@ ROWS = {"cpu": 512, "mps": 2048, "cuda": 8192}
 #: a pipeline in bf16.
 SENT_ROWS = 8
 SENT_BYTES = 2
-#: A single stream is window-limited where several get this much more.
-LIMITED = 1.5
 
 
 class MeasuredLink(NamedTuple):
@@ -315,7 +303,7 @@ def measure_links(
         measured = []
         for a, b, ends in pairs:
             report(f"link {' - '.join(ends)}")
-            link = _measure_link(reached[a.name], reached[b.name], activation_bytes)
+            link = measure_link(reached[a.name], reached[b.name], activation_bytes)
             measured.append(name_link_ends(link, ends, cluster))
     return tuple(measured)
 
@@ -328,58 +316,3 @@ def name_link_ends(link: Link, ends: tuple[str, str], cluster: Cluster) -> Link:
         if {known.a, known.b} == set(ends):
             loss = known.loss
     return msgspec.structs.replace(link, a=ends[0], b=ends[1], loss=loss)
-
-
-def _measure_link(a: Agent, b: Agent, activation_bytes: int) -> Link:
-    there = require_reached(measure_round_trip(a, b, NUM_PINGS))
-    back = require_reached(measure_round_trip(b, a, NUM_PINGS))
-    rtt_s = min(there.rtt_s or 0.0, back.rtt_s or 0.0)
-    jitter_s = max(there.jitter_s or 0.0, back.jitter_s or 0.0)
-    streamed = {count: measure_bandwidth(a, b, count, rtt_s) for count in STREAMS}
-    rates = {count: sent.rate for count, sent in streamed.items()}
-    # The path back is timed where the bandwidth decides; the slower path counts.
-    back_streamed = measure_bandwidth(b, a, STREAMS[-1], rtt_s)
-    bandwidth = min(max(rates.values()), back_streamed.rate)
-    in_flight = {count: round(rate * rtt_s) for count, rate in rates.items()}
-    window = in_flight[1] if bandwidth > LIMITED * rates[1] else None
-    busy = [sent.busy_s for sent in (*streamed.values(), back_streamed) if sent.busy_s is not None]
-    busy_s = statistics.median(busy) if busy else None
-    transfer_s = _time_transfer(a, b, activation_bytes, rtt_s)
-    return Link(
-        a=a.host.name,
-        b=b.host.name,
-        rtt_s=rtt_s,
-        jitter_s=jitter_s,
-        bandwidth=bandwidth,
-        window=window,
-        in_flight=in_flight,
-        transfer_s={activation_bytes: transfer_s},
-        loss=_measure_loss(a, b),
-        busy_s=busy_s,
-        origin="measured",
-    )
-
-
-def _time_transfer(a: Agent, b: Agent, size: int, rtt_s: float) -> float:
-    """Time from the first byte sent to the last one received: the answer's path back is taken
-    off."""
-    times = a.ask("transfer", **b.target, size=size, repeats=5, deadline_s=120)["seconds"]
-    return float(max(0.0, statistics.median(times) - rtt_s / 2))
-
-
-def _measure_loss(a: Agent, b: Agent) -> float | None:
-    tag = f"loss-{a.host.name}"
-    before = b.ask("datagrams", tag=tag)["count"]
-    a.ask("send_datagrams", **b.target, tag=tag, count=DATAGRAMS, gap=GAP_S)
-    # A question over the control connection takes longer than what is still under way.
-    a.ask("reach", **b.target, deadline=5, pings=3)
-    return loss_share(b.ask("datagrams", tag=tag)["count"] - before)
-
-
-def loss_share(arrived: int) -> float | None:
-    """Return the share of DATAGRAMS that is missing, or None where not one arrived.
-
-    The same path has just carried streams, so datagrams are filtered, and nothing is known. What
-    the network doubles may make more of them arrive than were sent.
-    """
-    return min(MAX_LOSS, max(0.0, 1 - arrived / DATAGRAMS)) if arrived else None

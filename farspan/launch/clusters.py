@@ -9,9 +9,9 @@ from pathlib import Path
 
 from farspan.domain.cluster import Cluster
 from farspan.domain.clusterfile import load_cluster
-from farspan.domain.codec import missing_path
 from farspan.domain.escapes import shell_line, shell_word
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import missing_path
 from farspan.domain.suggest import MAX_CANDIDATES, advise, any_of
 from farspan.domain.units import counted
 

@@ -11,7 +11,8 @@ from farspan.domain.gpus import judge_gpus
 from farspan.domain.install import install_command_there
 from farspan.domain.problems import Finding
 from farspan.domain.units import format_bytes, format_seconds
-from farspan.launch.network_examination import Examination, HostPath, host_address
+from farspan.launch.link_measurement import HostPath
+from farspan.launch.network_examination import Examination, host_address
 
 #: Clocks further apart than this make events of several hosts hard to read side by side.
 MAX_SKEW_S = 1.0

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from farspan.domain.cluster import STARTING_VARIABLE, Host
-from farspan.domain.codec import content_hash, load
 from farspan.domain.interpreter import module_command
 from farspan.domain.plan import Plan
 from farspan.domain.problems import EXIT_CODES
 from farspan.domain.run import ON_STDIN, SECRET_VARIABLE, RunFolder, RunRecord
 from farspan.domain.standard_input import KILL, STOP
+from farspan.domain.struct_files import content_hash, load
 from farspan.launch.hosts import ask_shell, by_client, host_command, host_python, quote_path
 from farspan.launch.rendezvous import Rendezvous
 

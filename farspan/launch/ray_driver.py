@@ -27,13 +27,13 @@ import msgspec
 import ray
 
 from farspan.domain.cluster import GIVEN_GPU_VARIABLE
-from farspan.domain.codec import load, save
 from farspan.domain.escapes import shell_word
 from farspan.domain.gpus import Gpu, Nvidia, is_kind
 from farspan.domain.interpreter import module_command
 from farspan.domain.own_files import open_own
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.standard_input import STOP, first_line
+from farspan.domain.struct_files import load, save
 from farspan.domain.worker_exit import WorkerExit
 from farspan.launch.agent import free_ports, interfaces, nvidia
 from farspan.launch.launchers.ray import EXITS, Job, Node

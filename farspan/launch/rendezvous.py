@@ -16,14 +16,13 @@ from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal
 from farspan.launch.agent import free_ports
 from farspan.launch.findings import PRIVATE_INTERFACE
-from farspan.launch.network_examination import (
+from farspan.launch.link_measurement import (
     HostPath,
-    host_address,
     measure_round_trip,
     require_reached,
-    start_agents,
     unreachable_link,
 )
+from farspan.launch.network_examination import host_address, start_agents
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):

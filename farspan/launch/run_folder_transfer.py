@@ -10,9 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from farspan.corpus import find_prepared, tokens
+from farspan.corpus import find_prepared, token_files
 from farspan.domain.cluster import Cluster, Host
-from farspan.domain.codec import load, missing_path, to_json
 from farspan.domain.corpus import TOKEN_FILES, CorpusManifest, token_file_sizes
 from farspan.domain.escapes import shell_word
 from farspan.domain.file_transfer import send_files
@@ -20,6 +19,7 @@ from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.struct_files import load, missing_path, to_json
 from farspan.launch.checkpoint_mirror import CheckpointMirror, FlawOf
 from farspan.launch.hosts import ask_shell, quote_path, start_shell
 from farspan.launch.processes import run_folder
@@ -101,7 +101,9 @@ class RemoteRun:
         corpus-damaged, host-unreachable)."""
         folder = find_prepared.require_corpus(self._here, self._plan.inputs.corpus)
         manifest = load(folder / "corpus.json", CorpusManifest)
-        tokens.verify_corpus(folder, manifest, find_prepared.mending_command(self._here, folder))
+        token_files.verify_corpus(
+            folder, manifest, find_prepared.mending_command(self._here, folder)
+        )
         # The manifest comes last: without it the folder counts as empty.
         files = [(folder / name, name) for name in (*TOKEN_FILES, "corpus.json")]
         self._send_files(files, corpus)

@@ -8,11 +8,11 @@ from contextlib import suppress
 import msgspec
 
 from farspan.domain import epoch_fence
-from farspan.domain.codec import parse_json, read_bytes
 from farspan.domain.epoch_fence import Epoch, Fault, Ledger, Number
 from farspan.domain.problems import Refusal
-from farspan.domain.results import Recovered, Started, read_events
 from farspan.domain.run import RunFolder, refuse_replaced
+from farspan.domain.run_events import Recovered, Started, read_events
+from farspan.domain.struct_files import parse_json, read_bytes
 from farspan.launch.folder_lock import lock_file
 
 #: Bytes of a checkpoint's manifest at most: more is damage.

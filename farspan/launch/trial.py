@@ -16,13 +16,13 @@ import msgspec
 
 from farspan import models
 from farspan.domain.cluster import Cluster, Host
-from farspan.domain.codec import save
 from farspan.domain.corpus import TOKEN_FILES
 from farspan.domain.engine import load_engine
 from farspan.domain.model import count_parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
-from farspan.domain.results import (
+from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.run_events import (
     COMPUTE_SPANS,
     IN_STEP,
     Event,
@@ -31,7 +31,7 @@ from farspan.domain.results import (
     Traced,
     read_events,
 )
-from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.struct_files import save
 from farspan.domain.trial import Trial
 from farspan.domain.units import counted
 from farspan.estimate.estimate_plan import estimate

@@ -19,11 +19,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from farspan.domain.cluster_json import load_cluster_json
-from farspan.domain.codec import load, read_bytes, save, write_atomically
 from farspan.domain.escapes import shell_line
 from farspan.domain.problems import Refusal
 from farspan.domain.problems import command as farspan
 from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.struct_files import load, read_bytes, save, write_atomically
 from farspan.launch.hosts import host_command, host_python
 
 #: Hosts whose commands, and links, that a refusal prints.

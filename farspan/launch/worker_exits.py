@@ -10,13 +10,14 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from farspan.domain.cluster import Host
-from farspan.domain.codec import load, parse_json
+from farspan.domain.cost import Estimate
 from farspan.domain.memory_kills import WorkerCgroup, machine_oom_kills
 from farspan.domain.plan import Plan
 from farspan.domain.preemption_problem import preemption_problem
 from farspan.domain.problems import EXIT_CODES, LESS_MEMORY, Problem, Refusal
-from farspan.domain.results import Estimate, Started, Step, decode_events
 from farspan.domain.run import RunFolder
+from farspan.domain.run_events import Started, Step, decode_events
+from farspan.domain.struct_files import load, parse_json
 from farspan.domain.units import format_bytes
 from farspan.domain.worker_exit import WorkerExit
 from farspan.launch.hosts import by_client

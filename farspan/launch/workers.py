@@ -18,12 +18,12 @@ import msgspec
 
 from farspan.domain.cluster import Cluster, Host
 from farspan.domain.clusterfile import REMOTE_FOLDER
-from farspan.domain.codec import cut_unfinished_line, write_atomically
 from farspan.domain.epoch_fence import EPOCH_VARIABLE, Epoch
 from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan, PlannedDevice
 from farspan.domain.problems import Refusal
-from farspan.domain.results import (
+from farspan.domain.run import HOME_VARIABLE, RunFolder
+from farspan.domain.run_events import (
     STOP_REASONS,
     Event,
     Finished,
@@ -32,7 +32,7 @@ from farspan.domain.results import (
     Warned,
     decode_events,
 )
-from farspan.domain.run import HOME_VARIABLE, RunFolder
+from farspan.domain.struct_files import cut_unfinished_line, write_atomically
 from farspan.domain.worker_exit import WorkerExit
 from farspan.launch.checkpoint_mirror import FlawOf
 from farspan.launch.hosts import ask_shell, quote_path

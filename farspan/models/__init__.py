@@ -9,10 +9,10 @@ import pkgutil
 from pathlib import Path
 from typing import Protocol, cast
 
-from farspan.domain.codec import parse_json, read_bytes
 from farspan.domain.graph import OpGraph
 from farspan.domain.model import ModelSpec
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import parse_json, read_bytes
 from farspan.domain.suggest import advise, known_names
 from farspan.models._family import Config, Preset, TensorMap
 

@@ -6,9 +6,9 @@ import math
 
 import msgspec
 
+from farspan.domain.cost import Estimate
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem
-from farspan.domain.results import Estimate
 from farspan.domain.trial import Trial
 from farspan.domain.units import format_seconds
 

@@ -14,10 +14,10 @@ from farspan import models
 from farspan.domain.cluster import Cluster
 from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
+from farspan.domain.cost import OVERHEAD_SHARE
 from farspan.domain.escapes import key_word, shell_word, yaml_word
 from farspan.domain.model import ModelSpec, count_parameters
 from farspan.domain.problems import Refusal
-from farspan.domain.results import OVERHEAD_SHARE
 from farspan.domain.units import format_bytes, format_count, format_seconds, parse_fraction
 from farspan.planning.quantities import (
     SIZES,

@@ -10,11 +10,11 @@ from msgspec.structs import replace
 from farspan.domain.cluster import Cluster
 from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
+from farspan.domain.cost import OVERHEAD_SHARE
 from farspan.domain.escapes import key_word
 from farspan.domain.model import ModelSpec, count_parameters
 from farspan.domain.probe_requests import ProbeResult
 from farspan.domain.problems import Refusal
-from farspan.domain.results import OVERHEAD_SHARE
 from farspan.domain.train import Precision, TrainSpec
 from farspan.domain.units import counted, format_count, format_seconds
 from farspan.planning.choose_model import ChosenModel

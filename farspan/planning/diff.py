@@ -8,10 +8,10 @@ from collections.abc import Callable
 import msgspec
 
 from farspan.domain.cluster import Cluster
+from farspan.domain.cost import Estimate
 from farspan.domain.model import count_parameters
 from farspan.domain.plan import Plan
 from farspan.domain.plan_words import join_counted, stage_words
-from farspan.domain.results import Estimate
 from farspan.domain.units import (
     counted,
     format_bytes,

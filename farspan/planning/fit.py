@@ -21,10 +21,10 @@ from msgspec.structs import replace
 
 from farspan import models, techniques
 from farspan.domain.cluster import Cluster, Device, Host
+from farspan.domain.cost import Estimate
 from farspan.domain.engine import Engine
 from farspan.domain.model import ModelSpec, count_parameters
 from farspan.domain.plan import Plan
-from farspan.domain.results import Estimate
 from farspan.domain.train import TrainSpec
 from farspan.domain.units import format_bytes
 from farspan.estimate.estimate_plan import price

@@ -31,7 +31,7 @@ from farspan.planning.fit import (
     nearest_miss,
 )
 from farspan.planning.rank_plans import price_technique
-from farspan.planning.select import SelectionTask, limit_memory_by_ooms
+from farspan.planning.select_by_trials import SelectionTask, limit_memory_by_ooms
 from farspan.techniques import Task
 
 #: Shorter sequences than this are not proposed.

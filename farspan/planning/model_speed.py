@@ -9,12 +9,12 @@ from msgspec.structs import replace
 
 from farspan import models
 from farspan.domain.cluster import Cluster, Device, DType, Host
+from farspan.domain.cost import Estimate
 from farspan.domain.engine import Engine
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import GradSync, Inputs, Mesh, Plan, PlannedDevice, Replica, Stage
 from farspan.domain.probe_requests import ProbeResult, Speed
 from farspan.domain.problems import Problem
-from farspan.domain.results import Estimate
 from farspan.domain.train import Precision, TrainSpec
 from farspan.estimate.estimate_plan import estimate
 from farspan.techniques import Task, data

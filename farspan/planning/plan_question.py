@@ -11,11 +11,11 @@ import msgspec
 
 from farspan import models
 from farspan.domain.cluster import Cluster
-from farspan.domain.codec import load
 from farspan.domain.config import Quantity
 from farspan.domain.model import ModelSpec, count_parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import load
 from farspan.domain.suggest import advise, known_names
 from farspan.domain.train import Precision, TrainSpec
 from farspan.domain.units import parse_count

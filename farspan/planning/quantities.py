@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from farspan.domain.cluster import Cluster
-from farspan.domain.codec import missing_path
 from farspan.domain.config import Quantity, RunConfig
 from farspan.domain.escapes import key_word, shell_word
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import missing_path
 from farspan.domain.suggest import advise, any_of
 from farspan.domain.units import is_bare, parse_count, parse_duration, parse_fraction
 from farspan.planning.model_speed import hourly_price

@@ -9,18 +9,18 @@ import msgspec
 
 from farspan import models, techniques
 from farspan.domain.cluster import Cluster
+from farspan.domain.cost import Estimate
 from farspan.domain.engine import Engine
 from farspan.domain.model import ModelSpec, count_parameters
 from farspan.domain.objective import TOLERANCE, Objective
 from farspan.domain.problems import Problem, Refusal
-from farspan.domain.results import Estimate
 from farspan.domain.train import TrainSpec
 from farspan.estimate.estimate_plan import price
 from farspan.estimate.scaling_law import scaling_law_loss
 from farspan.planning.candidate import Candidate, Refused
 from farspan.planning.cluster_parts import ClusterPart, all_parts, whole_cluster
+from farspan.planning.fork_map import count_cores, side_by_side
 from farspan.planning.ranking import Ranking
-from farspan.planning.side_by_side import count_cores, side_by_side
 from farspan.techniques import Task
 
 #: From these devices on a ranking takes a second or more, which processes share.

@@ -19,13 +19,13 @@ from msgspec.structs import replace
 
 from farspan import models, techniques
 from farspan.domain import catalog
+from farspan.domain.assumed_networks import AssumedNetwork
 from farspan.domain.cluster import SITE_BANDWIDTH, SITE_RTT_S, Cluster, Device, Host, Site
+from farspan.domain.cost import OVERHEAD_SHARE
 from farspan.domain.engine import Engine
 from farspan.domain.graph import OpGraph
-from farspan.domain.known_networks import AssumedNetwork
 from farspan.domain.model import ModelSpec
 from farspan.domain.problems import Refusal
-from farspan.domain.results import OVERHEAD_SHARE
 from farspan.domain.suggest import any_of
 from farspan.domain.suggest_device import suggest_device
 from farspan.domain.train import TrainSpec

@@ -11,7 +11,7 @@ from farspan.domain.units import counted, format_count, format_seconds, short_ti
 from farspan.planning.candidate import Candidate
 from farspan.planning.misfit import largest_tried
 from farspan.planning.ranking import Ranking, candidate_name, describe_verdict
-from farspan.planning.select import Selection, SelectionTask
+from farspan.planning.select_by_trials import Selection, SelectionTask
 
 ENDED = {
     "clear": "no other plan is better by its prediction",

@@ -17,7 +17,6 @@ from msgspec.structs import asdict
 
 from farspan import models
 from farspan.domain.cluster import Cluster
-from farspan.domain.codec import convert
 from farspan.domain.config import Positive, Quantity
 from farspan.domain.engine import Engine, load_engine
 from farspan.domain.escapes import key_word
@@ -25,6 +24,7 @@ from farspan.domain.graph import OpGraph
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Edge, GradSync, Mesh, Plan, Replica, Stage, Zero
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import convert
 from farspan.domain.suggest import advise
 from farspan.domain.units import counted
 from farspan.planning.plan_question import Question, model_of, train_of

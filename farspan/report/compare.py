@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from farspan.domain.codec import content_hash, read_bytes
+from farspan.domain.cost import Measurement
 from farspan.domain.plan_words import join_counted, stage_words
 from farspan.domain.problems import Refusal
-from farspan.domain.results import IN_STEP, Measurement
 from farspan.domain.run import RunFolder
+from farspan.domain.run_events import IN_STEP
+from farspan.domain.struct_files import content_hash, read_bytes
 from farspan.domain.units import counted, format_bytes, format_seconds, format_usd, short_time
 from farspan.report import losses
 from farspan.report import predicted_steps as predicting

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from farspan.domain.results import OVERHEAD_SHARE, Measurement
+from farspan.domain.cost import OVERHEAD_SHARE, Measurement
 from farspan.domain.units import counted, format_bytes, short_time
 from farspan.estimate.loss_forecast import revised
 from farspan.report import losses

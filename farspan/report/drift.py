@@ -14,9 +14,10 @@ from typing import Literal
 
 import msgspec
 
+from farspan.domain.cost import Estimate
 from farspan.domain.plan import Replica
 from farspan.domain.plan_words import join_words
-from farspan.domain.results import IN_STEP, Estimate, Span
+from farspan.domain.run_events import IN_STEP, Span
 from farspan.estimate.between_stages import edges
 from farspan.estimate.schedule import Hop
 from farspan.estimate.stage import Costs

@@ -10,13 +10,13 @@ from typing import TypeVar
 
 import msgspec
 
-from farspan.domain.codec import load, read_bytes
 from farspan.domain.corpus import CorpusManifest
+from farspan.domain.cost import Estimate
 from farspan.domain.forecast import Forecast
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, command
-from farspan.domain.results import (
-    Estimate,
+from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.run_events import (
     Event,
     Finished,
     Recovered,
@@ -30,7 +30,7 @@ from farspan.domain.results import (
     Warned,
     read_events,
 )
-from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.struct_files import load, read_bytes
 
 E = TypeVar("E")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from farspan.domain.results import Measurement, Validated
+from farspan.domain.cost import Measurement
+from farspan.domain.run_events import Validated
 from farspan.report.history import RunHistory
 
 #: The training loss reported is the mean of these last steps: one step's loss is mostly noise.

@@ -7,8 +7,8 @@ from statistics import fmean, median
 
 from msgspec.structs import replace
 
+from farspan.domain.cost import Measurement
 from farspan.domain.model import train_flops_per_token
-from farspan.domain.results import Measurement
 from farspan.report import losses
 from farspan.report.history import RunHistory
 

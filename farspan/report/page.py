@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from farspan.domain.codec import content_hash, write_atomically
-from farspan.domain.results import Environment
 from farspan.domain.run import RunFolder
+from farspan.domain.run_events import Environment
+from farspan.domain.struct_files import content_hash, write_atomically
 from farspan.domain.units import counted, format_bytes, format_count, format_seconds, short_time
 from farspan.report import charts, compare_text, losses, plan_terminal, text
 from farspan.report.charts import COLOURS, Chart, thin

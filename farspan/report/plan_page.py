@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from farspan.domain.codec import write_atomically
+from farspan.domain.struct_files import write_atomically
 from farspan.domain.units import short_time
 from farspan.report import plan_picture
 from farspan.report.page import template_environment

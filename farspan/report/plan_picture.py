@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import msgspec
 
+from farspan.domain.cost import Estimate, Memory
 from farspan.domain.plan import Plan, Replica
 from farspan.domain.plan_words import stage_words, units_words
-from farspan.domain.results import Estimate, Memory
 from farspan.domain.units import counted, format_bytes, format_rate, short_time
 from farspan.estimate.estimate_plan import ReplicaStep, step, timed_stage
 from farspan.estimate.schedule import PassSpan

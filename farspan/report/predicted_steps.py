@@ -9,9 +9,9 @@ import msgspec
 
 from farspan import models
 from farspan.domain.cluster_json import load_cluster_json
+from farspan.domain.cost import Estimate
 from farspan.domain.engine import load_engine
 from farspan.domain.plan import Plan, Replica
-from farspan.domain.results import Estimate
 from farspan.domain.run import RunFolder
 from farspan.estimate.devices import stage_devices
 from farspan.estimate.estimate_plan import step, timed_stage

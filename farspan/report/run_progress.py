@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-from farspan.domain.results import Event, Finished, Recovered, Saved, Started, Step, Validated
+from farspan.domain.run_events import Event, Finished, Recovered, Saved, Started, Step, Validated
 from farspan.domain.train import TrainSpec
 
 #: Speeds and times to go are medians over these last steps.

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from farspan.domain.own_files import open_own
-from farspan.domain.results import Event, Sampled, Started, Step, Validated
+from farspan.domain.run_events import Event, Sampled, Started, Step, Validated
 
 _CASTAGNOLI = 0x82F63B78
 #: The largest float32: scalars hold no more.

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from farspan.domain.corpus import CorpusManifest
+from farspan.domain.cost import Estimate, Measurement
 from farspan.domain.forecast import Forecast
 from farspan.domain.model import count_parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import command
-from farspan.domain.results import Estimate, Measurement, Recovered
+from farspan.domain.run_events import Recovered
 from farspan.domain.units import (
     counted,
     format_bytes,

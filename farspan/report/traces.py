@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from farspan.domain.results import COMPUTE_SPANS, Span, Step, Traced
+from farspan.domain.run_events import COMPUTE_SPANS, Span, Step, Traced
 from farspan.report.history import RunHistory
 from farspan.report.plan_picture import Mark
 

@@ -29,8 +29,8 @@ import numpy.typing as npt
 import torch
 
 from farspan.corpus.distinct_texts import Copies
-from farspan.domain.codec import content_hash, load, save
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import content_hash, load, save
 from farspan.domain.units import counted
 from farspan.launch.folder_lock import lock_file
 from farspan.launch.trust import require_server, seal_server

@@ -17,8 +17,8 @@ from itertools import accumulate
 import msgspec
 
 from farspan.corpus.tokenizer import Tokenizer
-from farspan.domain.codec import to_json
 from farspan.domain.corpus import Document
+from farspan.domain.struct_files import to_json
 from farspan.retrieval.outline import HeadingPaths, outline
 
 _LINE = re.compile(r"[^\n]+")

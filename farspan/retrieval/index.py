@@ -22,9 +22,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from farspan.domain.codec import ContentHash, load
 from farspan.domain.corpus import Place
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import ContentHash, load
 from farspan.domain.suggest import advise
 from farspan.retrieval import stores
 from farspan.retrieval.bm25 import BM25Index

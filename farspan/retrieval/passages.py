@@ -21,11 +21,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from farspan.domain.codec import content_hash
 from farspan.domain.corpus import Document, Place
 from farspan.domain.escapes import shell_word
 from farspan.domain.own_files import open_own
 from farspan.domain.problems import Refusal, command
+from farspan.domain.struct_files import content_hash
 from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.stores import Ids
 

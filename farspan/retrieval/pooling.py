@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from farspan.corpus.processes import spawn_pool
-from farspan.domain.codec import load, save
 from farspan.domain.model import ModelSpec
+from farspan.domain.struct_files import load, save
 from farspan.runtime.model.decoder import Decoder
 
 #: Batches that wait in each process: enough that none is idle, and few, as each holds its result

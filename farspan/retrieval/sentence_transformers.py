@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
-from farspan.domain.codec import missing_path, write_atomically
+from farspan.domain.struct_files import missing_path, write_atomically
 from farspan.retrieval.index import FITTED
 from farspan.runtime.inference import Trained
 from farspan.runtime.model import huggingface

@@ -27,10 +27,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from farspan.domain.codec import missing_path
 from farspan.domain.escapes import shell_word
 from farspan.domain.install import install_command
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import missing_path
 from farspan.retrieval import targets
 from farspan.retrieval.index import Index, IndexFingerprint, field
 from farspan.retrieval.stores import Payload

@@ -33,8 +33,8 @@ from farspan.domain.escapes import shell_word
 from farspan.domain.gpus import TorchGpu, Wheel, has_code_for, is_kind
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.problems import Refusal
-from farspan.domain.results import Environment
 from farspan.domain.run import source_commit
+from farspan.domain.run_events import Environment
 from farspan.domain.train import Precision
 from farspan.domain.units import counted
 

@@ -11,11 +11,11 @@ import torch
 from farspan.corpus import tokenizer as tokenizers
 from farspan.corpus.find_prepared import CORPORA, find_corpus
 from farspan.corpus.tokenizer import Tokenizer
-from farspan.domain.codec import load as load_struct
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.escapes import shell_line, shell_word
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord, cache_folder
+from farspan.domain.struct_files import load as load_struct
 from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.checkpoint.manifest import Corrupt
 from farspan.runtime.device import installed_torch, usable_gpus

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from farspan.domain.results import Span
+from farspan.domain.run_events import Span
 
 
 class Spans:

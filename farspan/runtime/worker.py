@@ -26,20 +26,20 @@ import torch
 from farspan._version import __version__
 from farspan.corpus import find_prepared
 from farspan.corpus import tokenizer as tokenizers
-from farspan.corpus.tokens import TokenFile, split_fingerprint
+from farspan.corpus.token_files import TokenFile, split_fingerprint
 from farspan.corpus.verbatim import verbatim_share
 from farspan.domain import catalog
 from farspan.domain import epoch_fence as epochs
-from farspan.domain.codec import load, save
 from farspan.domain.corpus import SPLITS, CorpusManifest
+from farspan.domain.cost import Estimate
 from farspan.domain.epoch_fence import Epoch
 from farspan.domain.memory_kills import own_cgroup
 from farspan.domain.plan import Plan, find_flaw
 from farspan.domain.preemption_problem import preemption_problem
 from farspan.domain.problems import Problem, Refusal
-from farspan.domain.results import (
+from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.run_events import (
     STOP_REASONS,
-    Estimate,
     Event,
     Finished,
     Recovered,
@@ -47,14 +47,14 @@ from farspan.domain.results import (
     Started,
     Warned,
 )
-from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.struct_files import load, save
 from farspan.domain.train import TrainSpec
 from farspan.domain.units import counted, format_bytes
 from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.checkpoint.manifest import Corrupt
+from farspan.runtime.comm.control_channel import Notices, run_secret
 from farspan.runtime.comm.distribute_files import share_files
 from farspan.runtime.comm.heartbeat import SILENCE_S, How
-from farspan.runtime.comm.notices import Notices, run_secret
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.comm.worker_group import WORKER_START_S, Group, connect_workers
 from farspan.runtime.device import apply_lab_limits, environment, memory_is_full, open_device
@@ -62,7 +62,7 @@ from farspan.runtime.model import huggingface
 from farspan.runtime.model.decoder import Decoder, initial_parameters
 from farspan.runtime.model.generate import generate
 from farspan.runtime.parallel.executor import Executor
-from farspan.runtime.stop_requests import Launcher, StopRequests
+from farspan.runtime.stop_and_preemption import Launcher, StopRequests
 from farspan.runtime.training.events import EventLog
 from farspan.runtime.training.sample_order import ReshuffledWindows, TokenWindows
 from farspan.runtime.training.trainer import Trainer

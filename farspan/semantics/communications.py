@@ -324,7 +324,7 @@ def rows_held(replica: Replica, stage: int) -> list[HeldRange]:
     owned_ranges: list[HeldRange] = []
     mesh, start = replica.stages[stage].mesh, 0
     for c, ranks in enumerate(mesh.batch):
-        rows = replica.part(stage, c, 0)
+        rows = replica.microbatch_rows(stage, c, 0)
         ways = len(ranks) if replica.stages[stage].splits.get(RESIDUAL) == "b" else 1
         for t, rank in enumerate(ranks):
             low, high = (t * rows // ways, (t + 1) * rows // ways) if ways > 1 else (0, rows)

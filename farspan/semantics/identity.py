@@ -9,8 +9,8 @@ import msgspec
 
 from farspan.domain.cluster import Cluster, Host
 from farspan.domain.cluster_json import as_json
-from farspan.domain.codec import content_hash
 from farspan.domain.plan import Plan
+from farspan.domain.struct_files import content_hash
 
 
 def plan_key(plan: Plan) -> str:

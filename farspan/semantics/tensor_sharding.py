@@ -3,9 +3,9 @@ between two layouts.
 
 Layouts of an activation over the axis: COPY (each rank has all of it), PARTIAL (each has a
 summand), or the letter of the dim that is split. The strategies are those of Megatron-LM (arXiv
-1909.08053) and of Alpa's table 3 (arXiv
-2201.12023), read off the einsum: an output dim is a column split, a contracted dim leaves a partial
-  sum, and the batch dim leaves the weights' gradients partial.
+1909.08053) and of Alpa's table 3 (arXiv 2201.12023), read off the einsum: an output dim is a column
+split, a contracted dim leaves a partial sum, and the batch dim leaves the weights' gradients
+partial.
 """
 
 from __future__ import annotations

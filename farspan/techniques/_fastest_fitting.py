@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from farspan.domain.cost import Estimate
 from farspan.domain.plan import Plan, Replica
 from farspan.domain.problems import Problem
-from farspan.domain.results import Estimate
 from farspan.domain.units import format_bytes
 from farspan.estimate.estimate_plan import price, step
 from farspan.techniques._bounds import passes_s
@@ -34,7 +34,7 @@ def plan_ranks(plan: Plan) -> list[int]:
     return sorted(ranks)
 
 
-def best(task: Task, plans: Sequence[Plan]) -> Plan | Problem:
+def fastest_plan_that_fits(task: Task, plans: Sequence[Plan]) -> Plan | Problem:
     """Return the fastest plan that fits; where none does, the shortage of the nearest one."""
     if all(plan.sync is None and len(plan.replicas) == 1 for plan in plans):
         fastest = fastest_fitting(task, [plan.replicas[0] for plan in plans])

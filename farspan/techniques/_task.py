@@ -13,12 +13,12 @@ import msgspec
 
 from farspan.domain.cluster import Cluster
 from farspan.domain.cluster_json import as_json
-from farspan.domain.codec import content_hash
 from farspan.domain.engine import Engine
 from farspan.domain.graph import OpGraph
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Edge, Inputs, Plan, PlannedDevice, Replica, Stage, Sync
 from farspan.domain.problems import Problem
+from farspan.domain.struct_files import content_hash
 from farspan.domain.train import TrainSpec
 from farspan.estimate.network import Network
 from farspan.estimate.stage import Costs

@@ -1,7 +1,7 @@
 """DiLoCo (arXiv 2311.08105): a replica in each site, synchronized every H steps.
 
 Each replica is the best plan of its site, of a few kinds, and gets a share of every step's
-sequences by its speed. `estimate.replicas` has the tokens that fewer outer steps cost.
+sequences by its speed. `estimate.token_efficiency` has the tokens that fewer outer steps cost.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from farspan.domain.problems import Problem
 from farspan.estimate.estimate_plan import price
 from farspan.estimate.memory import MEETING
 from farspan.techniques import data, fsdp, pipeshard, zero2
-from farspan.techniques._fastest_fitting import best
+from farspan.techniques._fastest_fitting import fastest_plan_that_fits
 from farspan.techniques._search.one_stage import divide_rows_by_speed, too_few_rows
 from farspan.techniques._task import Task, cannot
 
@@ -66,7 +66,7 @@ def plan(task: Task) -> Plan | Problem:
         for overlap in (False, True) if every <= max_steps else ():
             sync = Sync(every=every, overlap=overlap, bits=bits)
             plans.append(task.plan("diloco", replicas, sync))
-    return best(task, plans)
+    return fastest_plan_that_fits(task, plans)
 
 
 def _site_shares(task: Task, sites: Sequence[Sequence[int]]) -> list[int]:
@@ -139,7 +139,7 @@ def _site_plan(task: Task, ranks: Sequence[int], rows: int) -> Plan | Problem:
     if num_hosts > 1 or all(isinstance(answer, Problem) for answer in answers):
         answers.append(pipeshard.plan(site_task))
     plans = [answer for answer in answers if isinstance(answer, Plan)]
-    return best(site_task, plans) if plans else answers[0]
+    return fastest_plan_that_fits(site_task, plans) if plans else answers[0]
 
 
 def _with_ranks(replica: Replica, ranks: Sequence[int]) -> Replica:

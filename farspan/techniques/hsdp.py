@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from farspan.domain.plan import Mesh, Plan, Zero
 from farspan.domain.problems import Problem
-from farspan.techniques._fastest_fitting import best
+from farspan.techniques._fastest_fitting import fastest_plan_that_fits
 from farspan.techniques._search.one_stage import plans, too_few_rows, too_many_owners
 from farspan.techniques._task import Task, cannot
 
@@ -37,6 +37,6 @@ def plan(task: Task) -> Plan | Problem:
         for zero in levels:
             if problems[zero] is None:
                 candidates += plans(asked, "hsdp", mesh, zero=zero)
-        return best(asked, candidates)
+        return fastest_plan_that_fits(asked, candidates)
 
     return task.answer("hsdp", best_plan)

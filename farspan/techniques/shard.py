@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from farspan.domain.plan import Mesh, Plan, Zero
 from farspan.domain.problems import Problem
 from farspan.techniques import data, fsdp, hsdp, zero1, zero2
-from farspan.techniques._fastest_fitting import best
+from farspan.techniques._fastest_fitting import fastest_plan_that_fits
 from farspan.techniques._search.ilp import Infeasible
 from farspan.techniques._search.one_stage import one_device, plans, relabelled, stage_rows
 from farspan.techniques._search.operators import Assignment
@@ -38,14 +38,14 @@ def _best_plan(task: Task) -> Plan | Problem:
     for ways in widths(task):
         candidates += _plans_of_width(task, ways)
     if candidates:
-        return relabelled(best(task, candidates), "shard")
+        return relabelled(fastest_plan_that_fits(task, candidates), "shard")
     if problems[0].code != "out-of-memory":
         return problems[0]
     # The smallest shortage of all levels: the refusal names the nearest thing that would fit.
     mesh = Mesh(ranks=tuple(task.ranks), shape=(len(task.ranks),), axes=("data",))
     for zero in ZEROS:
         candidates += plans(task, "shard", mesh, zero=zero)
-    return best(task, candidates)
+    return fastest_plan_that_fits(task, candidates)
 
 
 def widths(task: Task) -> tuple[int, ...]:

@@ -9,13 +9,13 @@ import msgspec
 
 from farspan import models, techniques
 from farspan.domain.cluster import Cluster
-from farspan.domain.codec import content_hash, load
+from farspan.domain.cost import Estimate
 from farspan.domain.engine import Engine
 from farspan.domain.escapes import shell_word
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Plan, Replica, find_flaw
 from farspan.domain.problems import Problem, Refusal
-from farspan.domain.results import Estimate
+from farspan.domain.struct_files import content_hash, load
 from farspan.domain.suggest import advise
 from farspan.domain.train import Schedule, TrainSpec
 from farspan.domain.units import parse_count

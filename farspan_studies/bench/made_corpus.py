@@ -9,8 +9,8 @@ from typing import Literal
 import numpy as np
 
 from farspan.corpus import tokenizer as tokenizers
-from farspan.domain.codec import content_hash, save
 from farspan.domain.corpus import CorpusManifest, Split
+from farspan.domain.struct_files import content_hash, save
 
 #: Of every ten tokens nine follow from the one before, so that a model has something to learn.
 FOLLOWS = 0.9

@@ -20,7 +20,6 @@ from farspan._version import __version__
 from farspan.app.clusters import exclusive_launcher
 from farspan.domain.cluster import Cluster
 from farspan.domain.cluster_json import load_cluster_json, save_cluster_json
-from farspan.domain.codec import content_hash, cut_unfinished_line, is_content_hash, load, save
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.engine import load_engine
 from farspan.domain.escapes import shell_word
@@ -28,6 +27,13 @@ from farspan.domain.model import count_parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.run import cache_folder, source_commit
+from farspan.domain.struct_files import (
+    content_hash,
+    cut_unfinished_line,
+    is_content_hash,
+    load,
+    save,
+)
 from farspan.domain.units import format_seconds, parse_count, parse_duration, short_time
 from farspan.launch.folder_lock import lock_file
 from farspan.launch.trial import NUM_WARMUP_STEPS, TrialLimits, predicted_s, run_trial

@@ -12,12 +12,12 @@ import msgspec
 from farspan.app.clusters import first_device
 from farspan.app.resolving import PROBE_S
 from farspan.domain.cluster import Cluster
-from farspan.domain.codec import content_hash, load, save
 from farspan.domain.engine import load_engine
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Plan
 from farspan.domain.probe_requests import ProbeResult
 from farspan.domain.problems import Problem, Refusal
+from farspan.domain.struct_files import content_hash, load, save
 from farspan.domain.train import TrainSpec
 from farspan.launch.probe_client import Probe
 from farspan.planning import model_speed

@@ -74,7 +74,7 @@ def select(
     chooses nothing."""
     delta = _delta(given)
     steps = epsilon(given.epsilon or EPSILON)(resolved)
-    from farspan.app import choosing, clusters
+    from farspan.app import choose_plan, clusters
     from farspan.app.trial_cache import TrialCache
     from farspan.launch.trial import trial_limits
     from farspan_studies.papers.algorithm1 import choose
@@ -89,7 +89,7 @@ def select(
     )
     result = choose(
         resolved.cluster,
-        choosing.selection_task_of(resolved, asked),
+        choose_plan.selection_task_of(resolved, asked),
         measure,
         delta,
         say=lambda candidate: console.write_line(f"  {said(candidate)}"),

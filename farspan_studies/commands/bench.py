@@ -34,7 +34,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     from collections import Counter
 
     from farspan.app.preflight_checks import require_torch
-    from farspan.domain.codec import load_yaml
+    from farspan.domain.struct_files import load_yaml
     from farspan_studies.bench.matrix import Matrix
     from farspan_studies.bench.measuring import Results, measure
 

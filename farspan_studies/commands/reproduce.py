@@ -12,9 +12,9 @@ import msgspec
 
 from farspan.cli.console import Console
 from farspan.domain.cluster import Cluster
+from farspan.domain.cost import Estimate
 from farspan.domain.engine import Engine, load_engine
 from farspan.domain.model import ModelSpec
-from farspan.domain.results import Estimate
 from farspan.domain.train import TrainSpec
 from farspan.report.tables import table_lines
 

@@ -12,9 +12,9 @@ import msgspec
 
 from farspan import models
 from farspan._version import __version__
-from farspan.domain.codec import content_hash
 from farspan.domain.engine import Engine, load_engine
 from farspan.domain.model import count_parameters
+from farspan.domain.struct_files import content_hash
 from farspan_studies.bench.matrix import Cell, Row, figures
 from farspan_studies.papers import cost_study, fabric_study
 from farspan_studies.papers.published import alpa_tflops

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from farspan.domain.codec import write_atomically
+from farspan.domain.struct_files import write_atomically
 from farspan.report.charts import RIGHT_MARGIN, Chart
 from farspan.report.page import TEMPLATES as REPORT_TEMPLATES
 from farspan.report.page import chart_style, template_environment

@@ -29,7 +29,7 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.trial import Trial
 from farspan.estimate.estimate_plan import price
-from farspan.planning.select import SelectionTask
+from farspan.planning.select_by_trials import SelectionTask
 from farspan.techniques import Task
 from farspan_studies.papers.published import alpa_tflops
 

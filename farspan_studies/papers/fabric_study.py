@@ -19,11 +19,11 @@ import msgspec
 
 from farspan import models
 from farspan.domain.cluster import Cluster
+from farspan.domain.cost import Estimate
 from farspan.domain.engine import Engine
 from farspan.domain.graph import OpGraph
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Plan
-from farspan.domain.results import Estimate
 from farspan.domain.train import TrainSpec
 from farspan.domain.units import format_bytes
 from farspan.estimate.estimate_plan import estimate

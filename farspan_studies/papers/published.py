@@ -17,7 +17,6 @@ import msgspec
 from farspan import models
 from farspan.domain.cluster import Cluster, Device, DType
 from farspan.domain.clusterfile import load_cluster
-from farspan.domain.codec import parse_json
 from farspan.domain.graph import OpGraph, forward_flops
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import (
@@ -32,6 +31,7 @@ from farspan.domain.plan import (
     Stage,
     Zero,
 )
+from farspan.domain.struct_files import parse_json
 from farspan.domain.train import TrainSpec
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
-from farspan.domain.codec import parse_json
+from farspan.domain.struct_files import parse_json
 
 T = TypeVar("T")
 Positive = Annotated[int, msgspec.Meta(ge=1)]

@@ -13,12 +13,12 @@ from farspan.app.configs import as_yaml
 from farspan.app.supervisor import Supervisor
 from farspan.app.updates import Faulted, Note
 from farspan.domain.cluster_json import save_cluster_json
-from farspan.domain.codec import load, save
 from farspan.domain.config import OnFault, RunConfig
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal
-from farspan.domain.results import Event, Finished, Step
 from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.run_events import Event, Finished, Step
+from farspan.domain.struct_files import load, save
 from tests import tiny
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import farspan
-from farspan.domain.results import Step
+from farspan.domain.run_events import Step
 from tests.cli.conftest import WORDS
 from tests.waiting import LIMIT_S, wait_for
 
@@ -94,7 +94,7 @@ def test_in_a_thread_it_trains_and_leaves_signals_alone(
 def test_ctrl_c_saves_refuses_and_leaves_no_worker(papers: Path) -> None:
     script = textwrap.dedent(f"""
         import farspan, json, os
-        from farspan.domain.results import Step
+        from farspan.domain.run_events import Step
         def told(update):
             if isinstance(update, Step) and update.step == 3:
                 print("training", flush=True)

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from farspan.app import training
 from farspan.domain.problems import Problem, Refusal
-from farspan.domain.results import Step, read_events
 from farspan.domain.run import RunFolder
+from farspan.domain.run_events import Step, read_events
 from farspan.launch.run_lock import Lease
 from tests import tiny
 from tests.app.supervised import made

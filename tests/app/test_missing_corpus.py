@@ -16,11 +16,11 @@ from msgspec.structs import replace
 from farspan.app.configs import as_yaml
 from farspan.app.resolving import prepare_run_corpus
 from farspan.app.training import resume_run
-from farspan.domain.codec import load, save
 from farspan.domain.config import DataConfig, RunConfig, TokenizerConfig
 from farspan.domain.problems import Problem, Refusal
-from farspan.domain.results import Finished, Step, read_events
 from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.run_events import Finished, Step, read_events
+from farspan.domain.struct_files import load, save
 from tests import tiny
 from tests.app.supervised import Watched, made
 from tests.launch.test_launchers import TRAIN

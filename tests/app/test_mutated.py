@@ -23,12 +23,12 @@ from farspan.app.plans import check_cluster, read_plan
 from farspan.app.reporting import write_report
 from farspan.domain.cluster_json import load_cluster_json
 from farspan.domain.clusterfile import load_cluster
-from farspan.domain.codec import load_yaml
 from farspan.domain.config import RunConfig
 from farspan.domain.engine import load_engine
 from farspan.domain.epoch_fence import read_ledger
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.run import RunFolder
+from farspan.domain.struct_files import load_yaml
 from farspan.estimate.estimate_plan import estimate
 from farspan.launch import trust
 from farspan.runtime.worker import check_plan

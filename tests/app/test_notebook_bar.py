@@ -10,7 +10,7 @@ from nbclient import NotebookClient
 
 from farspan.app.notebook_bar import NotebookBar
 from farspan.app.updates import Note
-from farspan.domain.results import Step, Warned
+from farspan.domain.run_events import Step, Warned
 from farspan.retrieval.index_work import IndexWork
 from tests.cli.conftest import WORDS
 

@@ -14,9 +14,9 @@ from msgspec.structs import replace
 
 from farspan.app import jobs
 from farspan.app.jobs import Job, register_job, wait_for_orphans
-from farspan.domain.codec import load, save
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
+from farspan.domain.struct_files import load, save
 from farspan.launch.folder_lock import lock_holders
 from farspan.launch.run_lock import Lease
 from tests import tiny

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import farspan
-from farspan.domain.codec import load_yaml
 from farspan.domain.config import RunConfig
-from farspan.domain.results import Step, read_events
 from farspan.domain.run import RunFolder
+from farspan.domain.run_events import Step, read_events
+from farspan.domain.struct_files import load_yaml
 from tests.app.test_api import papers  # noqa: F401 - a fixture
 from tests.waiting import LIMIT_S, wait_for
 

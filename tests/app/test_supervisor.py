@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from farspan.app.replanning import plan_without_hosts
 from farspan.domain.epoch_fence import read_ledger
 from farspan.domain.problems import Problem, Refusal
-from farspan.domain.results import Finished, Recovered, Saved, Step, Warned, read_events
+from farspan.domain.run_events import Finished, Recovered, Saved, Step, Warned, read_events
 from farspan.launch.launchers import launch_workers
 from farspan.launch.run_lock import Lease
 from farspan.launch.spares import Spares

@@ -14,9 +14,9 @@ import pytest
 
 from farspan.app import configs, preflight_checks
 from farspan.cli import arguments, main
-from farspan.domain.codec import load_yaml
 from farspan.domain.config import DataConfig, RunConfig
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import load_yaml
 from tests.cli.conftest import Farspan
 
 

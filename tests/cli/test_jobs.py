@@ -24,8 +24,8 @@ from msgspec.structs import replace
 
 import farspan as api
 from farspan.app import jobs
-from farspan.domain.codec import load, save
 from farspan.domain.run import RunFolder
+from farspan.domain.struct_files import load, save
 from farspan.launch.process_began import process_began
 from tests.cli.conftest import TINY, Farspan
 from tests.waiting import LIMIT_S, wait_for

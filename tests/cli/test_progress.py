@@ -22,7 +22,7 @@ from farspan.cli.paint import fold_line
 from farspan.cli.progress import LINE_INTERVAL_S, TrainingDisplay
 from farspan.domain.model import train_flops_per_token
 from farspan.domain.plan import Plan
-from farspan.domain.results import Finished, Rescheduled, Saved, Step, Validated, Warned
+from farspan.domain.run_events import Finished, Rescheduled, Saved, Step, Validated, Warned
 from farspan.report.run_progress import RECENT_STEPS
 from tests.report.fake_run import MODEL, START, make_plan, one_step, started, train_events
 
@@ -354,7 +354,7 @@ import msgspec
 from farspan.app.updates import Ended, Training
 from farspan.cli.console import Console
 from farspan.cli.show_updates import Show
-from farspan.domain.results import Rescheduled, Warned
+from farspan.domain.run_events import Rescheduled, Warned
 from tests.report.fake_run import make_plan, train_events
 
 plan = make_plan(1400)

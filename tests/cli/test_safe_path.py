@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from farspan.domain.problems import EXIT_CODES
-from farspan.domain.results import Step, read_events
+from farspan.domain.run_events import Step, read_events
 from farspan.launch.hosts import BOOTSTRAP
 from tests.cli.conftest import TINY
 from tests.waiting import LIMIT_S, wait_for

@@ -12,10 +12,10 @@ import pytest
 from farspan import models
 from farspan.app import resolving
 from farspan.app.updates import ignore_update
-from farspan.domain.codec import load, load_yaml
 from farspan.domain.config import RunConfig
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import load, load_yaml
 from farspan.domain.train import TrainSpec
 from farspan_lab import state
 from farspan_studies.commands.algorithm1 import epsilon

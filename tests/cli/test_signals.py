@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from farspan.domain.results import (
+from farspan.domain.run_events import (
     Event,
     Finished,
     Recovered,

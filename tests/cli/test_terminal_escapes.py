@@ -22,7 +22,7 @@ from farspan.cli.display import DisplayConsole
 from farspan.cli.paint import paint
 from farspan.cli.progress import TrainingDisplay
 from farspan.domain.problems import EXIT_CODES
-from farspan.domain.results import Warned
+from farspan.domain.run_events import Warned
 from farspan.report.tables import table_lines
 from tests.cli.conftest import TINY, WORDS, Farspan
 from tests.report.fake_run import START, make_plan, started

@@ -26,16 +26,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan.corpus import prepare as module
-from farspan.corpus import shard_files, tokens
+from farspan.corpus import shard_stages, token_files
 from farspan.corpus import tokenizer as tokenizers
 from farspan.corpus.documents import read_documents
 from farspan.corpus.entropy import ngram_entropies
 from farspan.corpus.prepare import auto_vocab, prepare_corpus
-from farspan.corpus.tokens import TokenFile
-from farspan.domain.codec import load
+from farspan.corpus.token_files import TokenFile
 from farspan.domain.config import DataConfig, TokenizerConfig
 from farspan.domain.corpus import CorpusManifest, Document, Skipped
 from farspan.domain.problems import Problem, Refusal
+from farspan.domain.struct_files import load
 from tests.corpus.test_dedup import planted, true_jaccard
 from tests.waiting import LIMIT_S
 
@@ -88,7 +88,7 @@ def texts() -> list[str]:
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_files, "SHARD_BYTES", 8_000)
+    monkeypatch.setattr(shard_stages, "SHARD_BYTES", 8_000)
 
 
 def test_token_files_hold_every_kept_document_once(
@@ -197,7 +197,7 @@ def test_interrupted_work_is_resumed_where_it_was(
 ) -> None:
     source = write(tmp_path / "text", texts)
     expected, _ = made(source, tmp_path / "whole")
-    owner = module.dedup if victim == "sign" else shard_files
+    owner = module.dedup if victim == "sign" else shard_stages
     original = getattr(owner, victim)
     calls = Counter[str]()
 
@@ -255,7 +255,7 @@ def test_old_work_that_is_resumed_is_kept(
     def encode_shard(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(shard_files, "encode_shard", encode_shard)
+    monkeypatch.setattr(shard_stages, "encode_shard", encode_shard)
     source = write(tmp_path / "text", texts)
     root = tmp_path / "root"
     long_ago = time.time() - 30 * 86_400
@@ -500,7 +500,7 @@ def test_a_damaged_corpus_is_prepared_again_with_the_same_bytes(
     assert digests(folder) != before
     assert made(source, tmp_path / "root", verified=True) == (folder, manifest)
     assert digests(folder) == before
-    tokens.verify_corpus(folder, manifest)
+    token_files.verify_corpus(folder, manifest)
 
 
 def test_a_corpus_whose_files_are_whole_is_found_without_being_read(

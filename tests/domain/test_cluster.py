@@ -22,8 +22,8 @@ from farspan.domain.cluster import (
 )
 from farspan.domain.cluster_json import load_cluster_json, save_cluster_json
 from farspan.domain.clusterfile import load_cluster, save_cluster
-from farspan.domain.codec import content_hash
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import content_hash
 from farspan.launch import clusters
 
 T4 = Device(kind="t4", backend="cuda", memory=2**30)

@@ -12,11 +12,11 @@ import pytest
 
 from farspan.app.jobs import Job
 from farspan.domain.cluster import Host
-from farspan.domain.codec import content_hash, is_content_hash, load, save
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.plan import Inputs, Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
+from farspan.domain.struct_files import content_hash, is_content_hash, load, save
 from farspan.runtime.checkpoint.manifest import StoredSlice
 from farspan.runtime.comm.distribute_files import ShipmentOffer
 from tests.report.fake_run import CORPUS, make_plan

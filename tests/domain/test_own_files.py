@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from farspan.domain.codec import cut_unfinished_line, write_atomically
 from farspan.domain.own_files import open_own
 from farspan.domain.problems import Refusal
 from farspan.domain.run import make_cache_folder
+from farspan.domain.struct_files import cut_unfinished_line, write_atomically
 
 
 @pytest.fixture

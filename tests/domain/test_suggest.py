@@ -10,9 +10,9 @@ import pytest
 
 from farspan.domain import catalog
 from farspan.domain.clusterfile import ClusterFile, load_cluster
-from farspan.domain.codec import convert
 from farspan.domain.config import RunConfig
 from farspan.domain.problems import Problem, Refusal
+from farspan.domain.struct_files import convert
 from farspan.domain.suggest import MIN_LIKENESS, advise, any_of, known_names, likeness, suggest
 from farspan.domain.suggest_device import advise_device, suggest_device
 from farspan.domain.synonyms import KEY_SYNONYMS, NOT_OFFERED, VALUE_SYNONYMS

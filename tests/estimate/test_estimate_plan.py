@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 from farspan import models
 from farspan.domain import catalog
 from farspan.domain.cluster import Cluster, Host, Link, MatmulRate, Site
-from farspan.domain.codec import convert
+from farspan.domain.cost import OVERHEAD_SHARE
 from farspan.domain.engine import load_engine
 from farspan.domain.model import train_flops_per_token
 from farspan.domain.plan import Edge, GradSync, Plan, Replica, Sync
-from farspan.domain.results import OVERHEAD_SHARE
+from farspan.domain.struct_files import convert
 from farspan.estimate.between_stages import Tie, edges, tie
 from farspan.estimate.devices import devices
 from farspan.estimate.estimate_plan import estimate, sent_by, step, with_loss
 from farspan.estimate.network import NoLink
-from farspan.estimate.replicas import token_efficiency
 from farspan.estimate.scaling_law import scaling_law_loss
 from farspan.estimate.stage_time import stage_time
+from farspan.estimate.token_efficiency import token_efficiency
 from tests.estimate.parts import (
     ENGINES,
     TIED,

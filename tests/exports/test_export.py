@@ -16,11 +16,11 @@ from farspan import models
 from farspan.app.extensions import find_extensions
 from farspan.app.predictions import load_exporter
 from farspan.cli.main import main
-from farspan.domain.codec import save
 from farspan.domain.engine import load_engine
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Edge, GradSync, Mesh, Plan, Replica, Stage, Sync
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import save
 from farspan.domain.train import Muon, Optimizer, Schedule
 from farspan.launch import clusters
 from farspan.planning.plan_question import Question, model_of, train_of

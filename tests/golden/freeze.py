@@ -51,7 +51,7 @@ from farspan.domain.trial import Trial
 from farspan.estimate.estimate_plan import estimate
 from farspan.planning.candidate import Candidate, Refused
 from farspan.planning.rank_plans import rank_plans
-from farspan.planning.select import SelectionTask, select_by_trials
+from farspan.planning.select_by_trials import SelectionTask, select_by_trials
 from farspan.planning.why import explain_choice
 from farspan_studies.papers import algorithm1
 from tests.golden.behaviour import curves, keys_of, link_bytes, openapi, priced_bytes, small_run

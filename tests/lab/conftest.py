@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from farspan.domain.codec import convert, parse_yaml
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import convert, parse_yaml
 from farspan_lab import devices, spec, state
 from farspan_lab.lab import Lab, Status
 

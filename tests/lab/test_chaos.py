@@ -19,7 +19,6 @@ from farspan.app.plans import best_plan
 from farspan.app.resolving import resolve_run
 from farspan.app.supervisor import Supervisor
 from farspan.app.updates import Note
-from farspan.domain.codec import load_yaml
 from farspan.domain.config import (
     BatchConfig,
     CheckpointConfig,
@@ -31,8 +30,9 @@ from farspan.domain.config import (
     TrainConfig,
 )
 from farspan.domain.problems import Refusal
-from farspan.domain.results import Step
 from farspan.domain.run import RunFolder
+from farspan.domain.run_events import Step
+from farspan.domain.struct_files import load_yaml
 from farspan_lab import state
 from farspan_lab.chaos import disturb, links_of, twin
 from farspan_lab.faults import Injection, drawn, parse

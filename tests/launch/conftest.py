@@ -11,8 +11,8 @@ import pytest
 
 from farspan.domain.cluster import Cluster, Device, Host
 from farspan.domain.clusterfile import REMOTE_FOLDER
-from farspan.domain.codec import convert, parse_yaml
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import convert, parse_yaml
 from farspan_lab import spec, state
 from farspan_lab.cluster import of_lab
 from farspan_lab.lab import Status
@@ -49,13 +49,13 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No machine is too busy for a host to answer in time."""
     monkeypatch.setattr("farspan.launch.hosts.HOST_START_S", LIMIT_S)
     monkeypatch.setattr("farspan.launch.run_folder_transfer.RUN_ANSWER_S", LIMIT_S)
-    monkeypatch.setattr("farspan.launch.network_examination.REACH_S", LIMIT_S)
+    monkeypatch.setattr("farspan.launch.link_measurement.REACH_S", LIMIT_S)
 
 
 @pytest.fixture
 def impatient(_patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections that do not come about are waited for through two SYNs, not three."""
-    monkeypatch.setattr("farspan.launch.network_examination.REACH_S", 3.0)
+    monkeypatch.setattr("farspan.launch.link_measurement.REACH_S", 3.0)
 
 
 @pytest.fixture

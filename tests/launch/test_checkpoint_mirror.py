@@ -16,11 +16,11 @@ from farspan import models
 from farspan.app.checkpoints import flaw_of
 from farspan.domain.cluster import Cluster, Device, Host, Site
 from farspan.domain.cluster_json import save_cluster_json
-from farspan.domain.codec import save
 from farspan.domain.engine import load_engine
 from farspan.domain.problems import Refusal
-from farspan.domain.results import Finished, Recovered, Saved, Started, read_events
 from farspan.domain.run import RunFolder
+from farspan.domain.run_events import Finished, Recovered, Saved, Started, read_events
+from farspan.domain.struct_files import save
 from farspan.domain.units import counted
 from farspan.estimate.estimate_plan import estimate
 from farspan.launch.checkpoint_mirror import CheckpointMirror

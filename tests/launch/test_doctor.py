@@ -26,13 +26,8 @@ from farspan.domain.problems import Refusal
 from farspan.launch import agent, rendezvous
 from farspan.launch.findings import OLDEST_PYTHON, list_findings
 from farspan.launch.hosts import Agent, by_client, host_command
-from farspan.launch.network_examination import (
-    Examination,
-    HostFacts,
-    HostPath,
-    examine_cluster,
-    pair_rounds,
-)
+from farspan.launch.link_measurement import HostPath
+from farspan.launch.network_examination import Examination, HostFacts, examine_cluster, pair_rounds
 from farspan.launch.probe_client import Probe
 from farspan_lab import spec, state
 from tests import smi

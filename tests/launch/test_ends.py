@@ -14,11 +14,11 @@ import pytest
 from msgspec.structs import replace
 
 from farspan.domain.cluster import Cluster, Site
-from farspan.domain.codec import load, save
 from farspan.domain.corpus import TOKEN_FILES, CorpusManifest
 from farspan.domain.problems import Problem, Refusal
-from farspan.domain.results import Finished, Step, read_events
 from farspan.domain.run import RunRecord
+from farspan.domain.run_events import Finished, Step, read_events
+from farspan.domain.struct_files import load, save
 from farspan.launch.launchers import launch_workers, torchrun
 from farspan.launch.processes import HostProcess, run_folder
 from farspan.launch.run_folder_transfer import RemoteRun
@@ -191,7 +191,7 @@ def test_remedy_from_remote_workers_names_the_run_folder_of_the_launcher(far, tm
 WRITES = """
 import sys
 from pathlib import Path
-from farspan.domain.results import Finished, Step, read_events
+from farspan.domain.run_events import Finished, Step, read_events
 from farspan.runtime.training.events import EventLog
 with EventLog(Path(sys.argv[1])) as log:
     log.write(Finished(at=2.0, step=6, reason="done", seconds=1.0))

@@ -22,7 +22,7 @@ from farspan.domain.memory_kills import (
     own_cgroup,
 )
 from farspan.domain.problems import Problem
-from farspan.domain.results import Finished
+from farspan.domain.run_events import Finished
 from farspan.launch.kill_cause import kill_cause
 from farspan_lab.devices import parents
 from tests import tiny

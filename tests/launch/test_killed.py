@@ -18,8 +18,8 @@ from msgspec.structs import replace
 
 from farspan.domain.cluster_json import save_cluster_json
 from farspan.domain.problems import Problem
-from farspan.domain.results import Finished, Step, read_events
 from farspan.domain.run import RunFolder
+from farspan.domain.run_events import Finished, Step, read_events
 from farspan.runtime.checkpoint import checkpoint_folder
 from tests import tiny
 from tests.launch.test_launchers import LONG

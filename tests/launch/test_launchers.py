@@ -19,8 +19,8 @@ from farspan.domain.cluster import Cluster, Host, Site
 from farspan.domain.cluster_json import parse_cluster_json
 from farspan.domain.plan import Edge, Mesh, PlannedDevice, Replica, Sync
 from farspan.domain.problems import Refusal
-from farspan.domain.results import Finished, Step, Validated, read_events
 from farspan.domain.run import HOME_VARIABLE
+from farspan.domain.run_events import Finished, Step, Validated, read_events
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
 from farspan.launch.launchers import launch_workers, launcher_names
 from farspan.launch.launchers.ray import (

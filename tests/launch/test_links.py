@@ -19,11 +19,11 @@ from msgspec.structs import replace
 from farspan.corpus.prepare import prepare_corpus
 from farspan.domain.cluster import Cluster, Device, Host, Site
 from farspan.domain.clusterfile import REMOTE_FOLDER
-from farspan.domain.codec import load
 from farspan.domain.config import DataConfig, TokenizerConfig
 from farspan.domain.problems import Refusal
-from farspan.domain.results import Event, Finished
 from farspan.domain.run import RunFolder, RunRecord, SpareTask
+from farspan.domain.run_events import Event, Finished
+from farspan.domain.struct_files import load
 from farspan.domain.train import TrainSpec
 from farspan.launch import trust
 from farspan.launch.launchers import launch_workers

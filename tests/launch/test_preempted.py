@@ -17,8 +17,8 @@ from farspan.app.jobs import read_status
 from farspan.domain.cluster_json import save_cluster_json
 from farspan.domain.epoch_fence import read_ledger
 from farspan.domain.problems import EXIT_CODES, Problem, Refusal
-from farspan.domain.results import Finished, Recovered, Saved, Step, read_events
 from farspan.domain.run import RunFolder
+from farspan.domain.run_events import Finished, Recovered, Saved, Step, read_events
 from farspan.launch.launchers import launch_workers
 from farspan.runtime.checkpoint import checkpoint_folder
 from tests import tiny

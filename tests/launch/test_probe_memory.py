@@ -15,8 +15,8 @@ import torch
 from msgspec.structs import replace
 
 from farspan.domain.clusterfile import load_cluster
-from farspan.domain.codec import save
 from farspan.domain.problems import Problem
+from farspan.domain.struct_files import save
 from farspan.runtime.probing import unit_timing
 from farspan.runtime.probing.rates import measure_device_rates
 from farspan_lab import devices, state

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from farspan.domain.results import Finished, Recovered, Saved
+from farspan.domain.run_events import Finished, Recovered, Saved
 from tests import tiny
 from tests.app.supervised import Watched, made
 from tests.launch.test_killed import needs, workers_of

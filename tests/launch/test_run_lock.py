@@ -8,8 +8,8 @@ import pytest
 
 from farspan.domain.epoch_fence import read_ledger
 from farspan.domain.problems import Problem
-from farspan.domain.results import Environment, Event, Recovered, Started
 from farspan.domain.run import RunFolder
+from farspan.domain.run_events import Environment, Event, Recovered, Started
 from farspan.launch.run_lock import Lease
 from tests.domain.test_epoch_fence import DAMAGED
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from farspan.domain.cluster import Cluster, Device, Host, Site
 from farspan.domain.problems import Refusal
-from farspan.domain.results import Finished, Step
+from farspan.domain.run_events import Finished, Step
 from farspan.domain.standard_input import STOP
 from farspan.launch import workers as module
 from farspan.launch.launchers import launch_workers

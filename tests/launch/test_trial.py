@@ -17,7 +17,7 @@ from farspan.domain.cluster import Cluster, Link, Site
 from farspan.domain.engine import load_engine
 from farspan.domain.model import count_parameters
 from farspan.domain.plan import PlannedDevice, Sync
-from farspan.domain.results import Finished, read_events
+from farspan.domain.run_events import Finished, read_events
 from farspan.estimate.estimate_plan import estimate
 from farspan.launch.trial import (
     NUM_WARMUP_STEPS,

@@ -18,14 +18,14 @@ from msgspec.structs import replace
 
 from farspan.domain.cluster import Cluster, Device, Host, Site
 from farspan.domain.cluster_json import save_cluster_json
-from farspan.domain.codec import load, save
 from farspan.domain.problems import Refusal
-from farspan.domain.results import read_events
 from farspan.domain.run import RunRecord
+from farspan.domain.run_events import read_events
+from farspan.domain.struct_files import load, save
 from farspan.domain.train import TrainSpec
 from farspan.launch import checkpoint_mirror, trust
 from farspan.launch.hosts import Agent, ask_shell, host_command
-from farspan.launch.network_examination import measure_round_trip
+from farspan.launch.link_measurement import measure_round_trip
 from farspan.launch.processes import run_folder
 from farspan.launch.run_folder_transfer import RemoteRun
 from tests import tiny

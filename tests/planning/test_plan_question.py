@@ -2,8 +2,8 @@
 
 import pytest
 
-from farspan.domain.codec import save
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import save
 from farspan.planning.plan_question import model_of
 from tests.planning.worlds import ranking
 

@@ -7,10 +7,10 @@ import pytest
 from msgspec.structs import replace
 
 from farspan import models
-from farspan.domain.codec import content_hash
 from farspan.domain.model import count_parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem
+from farspan.domain.struct_files import content_hash
 from farspan.domain.train import Muon, Optimizer, Regularization, Schedule
 from farspan.planning.recipe import MOST_UPDATE, peak_rate, updating_share
 from farspan.semantics.identity import training_key

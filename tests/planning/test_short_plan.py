@@ -18,11 +18,11 @@ import farspan
 from farspan import models
 from farspan.domain.cluster import Cluster
 from farspan.domain.clusterfile import load_cluster
-from farspan.domain.codec import parse_yaml
 from farspan.domain.engine import load_engine
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Edge, GradSync, Mesh, Replica, Stage, find_flaw
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import parse_yaml
 from farspan.planning.short_plan import read_short_plan
 from farspan.techniques._search.even_grid import even_splits
 from tests.techniques.worlds import cluster, random_model, task

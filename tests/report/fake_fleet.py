@@ -28,7 +28,7 @@ from farspan.domain.cluster import (
 from farspan.domain.cluster_json import save_cluster_json
 from farspan.domain.engine import load_engine
 from farspan.domain.plan import Edge, GradSync, Inputs, Mesh, Plan, PlannedDevice, Replica, Stage
-from farspan.domain.results import Event, Finished, Span, Step, Traced
+from farspan.domain.run_events import Event, Finished, Span, Step, Traced
 from farspan.domain.train import TrainSpec
 from farspan.estimate.between_stages import edges
 from farspan.estimate.estimate_plan import price

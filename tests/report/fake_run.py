@@ -10,26 +10,24 @@ from pathlib import Path
 
 import msgspec
 
-from farspan.domain.codec import save
 from farspan.domain.corpus import CorpusManifest, Skipped, Split
+from farspan.domain.cost import Estimate, Memory, Workload
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import GradSync, Inputs, Mesh, Plan, PlannedDevice, Replica, Stage
 from farspan.domain.problems import Problem
-from farspan.domain.results import (
+from farspan.domain.run import RunRecord
+from farspan.domain.run_events import (
     Environment,
-    Estimate,
     Event,
     Finished,
-    Memory,
     Sampled,
     Saved,
     Started,
     Step,
     Validated,
     Warned,
-    Workload,
 )
-from farspan.domain.run import RunRecord
+from farspan.domain.struct_files import save
 from farspan.domain.train import TrainSpec
 
 MODEL = ModelSpec(

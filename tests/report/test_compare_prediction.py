@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from farspan import models
 from farspan.app.reporting import write_report
 from farspan.domain.cluster_json import save_cluster_json
-from farspan.domain.codec import save
 from farspan.domain.engine import load_engine
 from farspan.domain.plan import Edge, GradSync, Mesh, Replica, Stage
-from farspan.domain.results import Step, Traced
 from farspan.domain.run import RunFolder
+from farspan.domain.run_events import Step, Traced
+from farspan.domain.struct_files import save
 from farspan.domain.train import TrainSpec
 from farspan.estimate.estimate_plan import estimate
 from farspan.report.compare import ALIGNMENT_NOTE, Comparison, compare_to_prediction

@@ -7,10 +7,10 @@ import msgspec
 import pytest
 
 from farspan.corpus import tokenizer as tokenizers
-from farspan.domain.codec import load, save
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.plan import Plan
 from farspan.domain.run import RunFolder
+from farspan.domain.struct_files import load, save
 from farspan.report.compare import compare_runs
 from farspan.report.history import open_run
 from tests.report.fake_run import START, make_plan, train_events, write_run

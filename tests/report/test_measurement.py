@@ -8,9 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from farspan.domain.cost import Measurement
 from farspan.domain.problems import Refusal
-from farspan.domain.results import Finished, Measurement, Saved, Validated, Warned
 from farspan.domain.run import RunFolder
+from farspan.domain.run_events import Finished, Saved, Validated, Warned
 from farspan.report import measurement as measuring
 from farspan.report.history import SLOW_START_STEPS, follow_events, is_complete, open_run
 from tests.report.fake_run import (

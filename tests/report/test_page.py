@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.domain.results import Step, Warned
+from farspan.domain.run_events import Step, Warned
 from farspan.report.charts import (
     CHART_WIDTH,
     HEIGHT,

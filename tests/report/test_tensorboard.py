@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from farspan.domain.results import Event, Sampled, Step, Validated, read_events
+from farspan.domain.run_events import Event, Sampled, Step, Validated, read_events
 from farspan.report.tensorboard import TensorBoard, crc32c
 from tests.report.fake_run import START, make_plan, train_events, write_run
 
@@ -99,7 +99,7 @@ def test_a_kill_loses_nothing_shown(tmp_path):
     )
     program = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from farspan.domain.results import read_events; from farspan.report.tensorboard import "
+        "from farspan.domain.run_events import read_events; from farspan.report.tensorboard import "
         "TensorBoard\n"
         "board = TensorBoard(Path(sys.argv[2]))\n"
         "for event in read_events(Path(sys.argv[1])): board.show(event)\n"

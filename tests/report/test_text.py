@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from farspan.domain.forecast import Counted
-from farspan.domain.results import Finished, Rescheduled, Saved, Validated, Warned
+from farspan.domain.run_events import Finished, Rescheduled, Saved, Validated, Warned
 from farspan.domain.units import short_time
 from farspan.estimate.loss_forecast import forecast
 from farspan.report.figures import run_charts

@@ -5,9 +5,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from farspan.domain.codec import save
 from farspan.domain.corpus import Document
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import save
 from farspan.retrieval.build import build
 from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.embedder_fit import Task

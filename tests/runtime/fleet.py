@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from farspan.runtime.comm import messages, worker_group
-from farspan.runtime.comm.notices import Notices
+from farspan.runtime.comm.control_channel import Notices
 from farspan.runtime.comm.worker_group import Group
 from farspan.runtime.model import kernels
 from tests.ports import reserved_port
@@ -169,7 +169,7 @@ def serve(pipe: Connection, stacks: Path) -> None:
                 met = None
                 if world > 1:
                     met = Notices(b"of these workers", rank)
-                    met.meet(world, port, DEADLINE_S)
+                    met.rendezvous(world, port, DEADLINE_S)
                     shared = dist.FileStore(store, world)
                     worker_group._connect_store = lambda notices, shared=shared: shared
                 with Group(rank, world, torch.device("cpu"), met) as group:

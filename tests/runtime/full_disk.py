@@ -14,8 +14,8 @@ import pytest
 from msgspec.structs import replace
 
 from farspan.domain.problems import Refusal
-from farspan.domain.results import Finished, Saved, Started, Step, Warned, read_events
 from farspan.domain.run import RunFolder
+from farspan.domain.run_events import Finished, Saved, Started, Step, Warned, read_events
 from farspan.domain.train import Optimizer
 from farspan.runtime.checkpoint import checkpoint_folder
 from tests import tiny

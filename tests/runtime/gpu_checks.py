@@ -19,8 +19,8 @@ from msgspec.structs import replace
 
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import GradSync, Inputs, Mesh, Plan, PlannedDevice, Replica, Stage
-from farspan.domain.results import Finished, Started, Step, Validated, read_events
 from farspan.domain.run import RunFolder
+from farspan.domain.run_events import Finished, Started, Step, Validated, read_events
 from farspan.domain.train import Muon, Optimizer, Precision, Regularization, TrainSpec
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.model.decoder import Decoder, initial_parameters, load_whole

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from farspan.domain.plan import Plan
-from farspan.domain.results import Event, Saved, Step, Validated, Warned
 from farspan.domain.run import RunFolder
+from farspan.domain.run_events import Event, Saved, Step, Validated, Warned
 from farspan.runtime.comm import worker_group
 from farspan.runtime.comm.messages import Sent
 from farspan.runtime.comm.worker_group import Group

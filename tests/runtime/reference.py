@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from farspan.domain.codec import load
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Plan, Sync
+from farspan.domain.struct_files import load
 from farspan.domain.train import Schedule, TrainSpec
 from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.model.dropout import Dropout

@@ -14,11 +14,11 @@ from contextlib import contextmanager, suppress
 import pytest
 from msgspec.structs import replace
 
-from farspan.domain.codec import save
 from farspan.domain.plan import Mesh, Plan
 from farspan.domain.problems import EXIT_CODES
-from farspan.domain.results import Event, Finished, Saved, Step, read_events
 from farspan.domain.run import RunFolder
+from farspan.domain.run_events import Event, Finished, Saved, Step, read_events
+from farspan.domain.struct_files import save
 from farspan.domain.train import TrainSpec
 from tests import tiny, waiting
 from tests.ports import reserved_port

@@ -17,10 +17,10 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
-from farspan.domain.codec import save
 from farspan.domain.problems import Refusal
-from farspan.domain.results import Started, Warned
 from farspan.domain.run import RunFolder
+from farspan.domain.run_events import Started, Warned
+from farspan.domain.struct_files import save
 from farspan.domain.train import Muon
 from farspan.runtime import inference
 from farspan.runtime.checkpoint import checkpoint_folder
@@ -31,7 +31,7 @@ from farspan.runtime.checkpoint.manifest import (
     checksum_of,
 )
 from farspan.runtime.checkpoint.save import Checkpointer
-from farspan.runtime.checkpoint.slice_files import digest
+from farspan.runtime.checkpoint.slice_files import checksum_of_block
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.comm.worker_group import Group
 from farspan.runtime.parallel.executor import Executor
@@ -104,7 +104,7 @@ def vouch(path: Path) -> None:
             for part in tensor["slices"]:
                 content = held.get(f"{name}@{','.join(map(str, part['at']))}", b"")
                 part["sha256"] = [
-                    digest(content[at : at + CHECKSUM_BLOCK_BYTES])
+                    checksum_of_block(content[at : at + CHECKSUM_BLOCK_BYTES])
                     for at in range(0, len(content), CHECKSUM_BLOCK_BYTES)
                 ]
 

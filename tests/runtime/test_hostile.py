@@ -25,10 +25,10 @@ import pytest
 import torch.distributed as dist
 
 from farspan.domain.problems import Refusal
-from farspan.domain.results import Finished, Step, read_events
+from farspan.domain.run_events import Finished, Step, read_events
 from farspan.runtime.comm import distribute_files, tcp
+from farspan.runtime.comm.control_channel import Notices
 from farspan.runtime.comm.distribute_files import PART_FILES, Shipment, ShipmentOffer
-from farspan.runtime.comm.notices import Notices
 from farspan.runtime.comm.sealed import (
     NONCE,
     PIECE_BYTES,
@@ -170,7 +170,7 @@ while True:
 
 def test_what_is_said_first_is_what_all_workers_hear(port: int):
     ends = [Notices(SECRET, rank) for rank in range(3)]
-    by_all(ends, lambda end: end.meet(3, port, LIMIT_S))
+    by_all(ends, lambda end: end.rendezvous(3, port, LIMIT_S))
 
     def exchange(end: Notices) -> tuple[list[bytes], bytes]:
         end.send_to_all(f"place/{end.rank}", f"of {end.rank}")
@@ -189,14 +189,14 @@ def test_callers_without_the_secret_do_not_keep_workers_from_meeting(port: int):
     first = Notices(SECRET, 0)
     second = Notices(SECRET, 1)
     with ThreadPoolExecutor(2) as pool:
-        one = pool.submit(first.meet, 2, port, LIMIT_S)
+        one = pool.submit(first.rendezvous, 2, port, LIMIT_S)
         waiting.wait_for(lambda: connects(port), "rank 0 listens")
         for said in (b"", b"\xff" * 500, b"0" * 48 + b"notices 1\n"):
             with socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S) as caller:
                 caller.sendall(said)
         with pytest.raises(TimeoutError, match="rank 0 has not answered"):
-            Notices(b"the secret of another run", 1).meet(2, port, 0.5)
-        other = pool.submit(second.meet, 2, port, LIMIT_S)
+            Notices(b"the secret of another run", 1).rendezvous(2, port, 0.5)
+        other = pool.submit(second.rendezvous, 2, port, LIMIT_S)
         one.result()
         other.result()
     by_all((first, second), lambda end: end.close())

@@ -9,10 +9,10 @@ import sys
 import msgspec
 import pytest
 
-from farspan.domain.codec import content_hash
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.probe_requests import MeasureQuery
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import content_hash
 from farspan.domain.train import TrainSpec
 from farspan.launch.processes import worker_environment
 from farspan.runtime.device import check_kind

@@ -13,8 +13,8 @@ import torch
 from msgspec.structs import replace
 
 from farspan.domain.plan import Plan, Stage, Sync
-from farspan.domain.results import Saved, Step
 from farspan.domain.run import RunFolder
+from farspan.domain.run_events import Saved, Step
 from farspan.runtime.comm.quantize import FP32_CODEC, Codec, ErrorFeedback
 from tests import tiny
 from tests.examples import slow_after, slow_but
@@ -80,7 +80,7 @@ def test_a_sum_in_fewer_bits_is_off_by_its_rounding_and_no_more(
     found = fleet.run(jobs.gradients, case.world, made, case.path, 0)[0].by_replica[0]
     parts = [
         reference.share_of_gradient(
-            made, case.data, case.weights, [one.span(0, c, 0) for c in group]
+            made, case.data, case.weights, [one.microbatch_span(0, c, 0) for c in group]
         )
         for group in of
     ]

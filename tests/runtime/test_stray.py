@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from farspan.domain.problems import Refusal
-from farspan.domain.results import Step, Warned, read_events
+from farspan.domain.run_events import Step, Warned, read_events
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
 from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.comm.topology import Topology

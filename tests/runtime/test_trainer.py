@@ -10,8 +10,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from farspan.domain.results import Event, Rescheduled, Saved, Step, Warned
 from farspan.domain.run import RunFolder
+from farspan.domain.run_events import Event, Rescheduled, Saved, Step, Warned
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
 from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.comm.worker_group import Group

@@ -15,8 +15,8 @@ import torch
 from msgspec.structs import replace
 
 from farspan.domain.problems import Refusal
-from farspan.domain.results import Event, Saved, Step, Validated, Warned, read_events
 from farspan.domain.run import RunFolder
+from farspan.domain.run_events import Event, Saved, Step, Validated, Warned, read_events
 from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.training.events import EventLog
 from tests import tiny

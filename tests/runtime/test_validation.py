@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from msgspec.structs import replace
 
 from farspan.corpus.entropy import ngram_entropies_of
-from farspan.domain.codec import load
 from farspan.domain.corpus import CorpusManifest
-from farspan.domain.results import Validated
 from farspan.domain.run import RunFolder
+from farspan.domain.run_events import Validated
+from farspan.domain.struct_files import load
 from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.time_budget import SAMPLES, VALIDATION

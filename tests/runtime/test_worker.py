@@ -19,7 +19,8 @@ from msgspec.structs import replace
 
 from farspan.domain.model import ModelSpec
 from farspan.domain.problems import Refusal
-from farspan.domain.results import (
+from farspan.domain.run import RunFolder
+from farspan.domain.run_events import (
     Event,
     Finished,
     Rescheduled,
@@ -29,7 +30,6 @@ from farspan.domain.results import (
     Warned,
     read_events,
 )
-from farspan.domain.run import RunFolder
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
 from farspan.domain.units import counted
 from farspan.runtime.checkpoint import checkpoint_folder

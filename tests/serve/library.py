@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from farspan.domain.codec import load, write_atomically
 from farspan.domain.corpus import Place
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import load, write_atomically
 from farspan.retrieval.hybrid_ranking import System
 from farspan.retrieval.index import (
     OWN_VECTORS,

@@ -16,11 +16,11 @@ import pytest
 
 from farspan import __version__ as farspan_version
 from farspan.domain.clusterfile import load_cluster
-from farspan.domain.codec import convert, load, load_yaml, save
 from farspan.domain.engine import load_engine
 from farspan.domain.model import count_parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem
+from farspan.domain.struct_files import convert, load, load_yaml, save
 from farspan.estimate.estimate_plan import price
 from farspan.planning.why import costs_of
 from farspan_lab import state

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from farspan import models
+from farspan.domain.assumed_networks import UNKNOWN_SITE
 from farspan.domain.cluster import SITE_RTT_S
 from farspan.domain.engine import load_engine
-from farspan.domain.known_networks import UNKNOWN_SITE
 from farspan.estimate.estimate_plan import estimate
 from farspan_studies.papers import unseen_runs
 from farspan_studies.papers.published_runs import Block, Run, published_blocks, published_runs

@@ -20,7 +20,7 @@ from farspan import models
 from farspan.domain.engine import load_engine
 from farspan.domain.train import TrainSpec
 from farspan.estimate.scaling_law import scaling_law_loss
-from farspan.planning.select import SelectionTask
+from farspan.planning.select_by_trials import SelectionTask
 from farspan.planning.size import fitted_shape
 from farspan.planning.why import costs_of
 from farspan.report.charts import CHART_WIDTH, LEFT_MARGIN, RIGHT_MARGIN

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from farspan.domain.codec import load, to_json
 from farspan.domain.plan import Plan, Replica, Stage
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import load, to_json
 from farspan.techniques._search.one_stage import microbatch_counts
 from farspan.techniques.diloco import _shares
 from tests.runtime.planned import planned
@@ -27,7 +27,9 @@ def even(one: Replica, index: int) -> bool:
     ways = one.stages[index].mesh.size("tensor")
     coordinates = range(len(one.stages[index].rows))
     return all(
-        one.part(index, c, i) % ways == 0 for c in coordinates for i in range(one.microbatches)
+        one.microbatch_rows(index, c, i) % ways == 0
+        for c in coordinates
+        for i in range(one.microbatches)
     )
 
 
@@ -79,7 +81,7 @@ def test_only_numbers_of_microbatches_that_divide_evenly_are_searched_and_let_th
 def test_without_splits_of_rows_any_number_of_microbatches_may_be():
     whole = divided((5, 3), 2, MEGATRON)
     assert list(microbatch_counts(whole)) == [1, 2, 3, 4, 5]
-    assert replica(whole, microbatches=5).part(0, 1, 0) == 0
+    assert replica(whole, microbatches=5).microbatch_rows(0, 1, 0) == 0
 
 
 def test_a_plan_file_whose_microbatches_do_not_divide_evenly_is_refused(tmp_path: Path):

@@ -18,7 +18,8 @@ from farspan.domain.units import counted, format_bytes, format_rate, format_seco
 from farspan.report.tables import table_lines
 
 if TYPE_CHECKING:
-    from farspan.launch.network_examination import Examination, HostPath
+    from farspan.launch.link_measurement import HostPath
+    from farspan.launch.network_examination import Examination
 
 HELP = "say what is wrong and how to fix it"
 

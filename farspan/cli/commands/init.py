@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from farspan.cli.console import Console
-from farspan.domain.codec import missing_path, write_atomically
 from farspan.domain.problems import Refusal, command
+from farspan.domain.struct_files import missing_path, write_atomically
 from farspan.domain.units import parse_duration
 
 HELP = "write a run.yaml for a folder of text"

@@ -7,9 +7,9 @@ import argparse
 
 from farspan.cli.arguments import find_run, takes_run
 from farspan.cli.console import Console
-from farspan.domain.codec import load
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.struct_files import load
 
 HELP = "show what a run has said so far"
 

@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    from farspan.app.price_plan import price_given
+    from farspan.app.estimate_given_plan import price_given
     from farspan.cli import price_text
     from farspan.cli.show_updates import Show
 

@@ -27,7 +27,7 @@ from farspan.planning.candidate import Refused
 from farspan.planning.quantities import parse_positive
 
 if TYPE_CHECKING:
-    from farspan.planning.select import Selection
+    from farspan.planning.select_by_trials import Selection
 
 HELP = "choose the technique and the machines by trials"
 #: The algorithm of this package; others are found by entry point.
@@ -70,7 +70,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    from farspan.app import choosing
+    from farspan.app import choose_plan
     from farspan.app.predictions import check_tolerance
     from farspan.cli.show_updates import Show
     from farspan.planning.selection_outcome import explain_selection, nothing_runs
@@ -100,7 +100,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
         written = _write_plan(plan, resolved, given, out, console)
         return console.answer({**answer, "plan": written})
     with Show(console) as show:
-        selection = choosing.choose_plan(
+        selection = choose_plan.choose_plan(
             resolved,
             parallel,
             show,
@@ -115,8 +115,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
     console.write_line()
     console.write_line(wrap_paragraph(explain_selection(selection)))
     if ranking.chosen is None:
-        question = choosing.selection_task_of(
-            resolved, parallel, given.tolerance, choosing.MAX_DEVICES_OF_SELECTION
+        question = choose_plan.selection_task_of(
+            resolved, parallel, given.tolerance, choose_plan.MAX_DEVICES_OF_SELECTION
         )
         raise nothing_runs(ranking, selection.tried, question)
     plan = ranking.candidates[ranking.chosen].plan

@@ -29,11 +29,11 @@ from farspan.corpus.reading import (
     read_whole,
 )
 from farspan.corpus.rows import read_json_rows, read_parquet
-from farspan.domain.codec import missing_path
 from farspan.domain.corpus import NAMES_SHOWN, Document, Heading, SkipLog, Skipped
 from farspan.domain.escapes import shell_word
 from farspan.domain.install import install_command
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import missing_path
 
 #: Libraries that a kind of file needs, and the extra that installs them.
 _NEEDS = {".pdf": ("pypdf", "pdf"), ".parquet": ("pyarrow", "parquet")}

@@ -10,11 +10,11 @@ from typing import Any
 
 from farspan.corpus._hub import use_cache_if_unreachable
 from farspan.corpus.rows import NO_TEXT, TEXT_FIELDS, row_document
-from farspan.domain.codec import missing_path
 from farspan.domain.corpus import Document, SkipLog
 from farspan.domain.escapes import shell_word
 from farspan.domain.install import install_command
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import missing_path
 
 
 def open_source(location: str) -> HuggingFace:

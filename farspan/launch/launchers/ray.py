@@ -23,12 +23,12 @@ import msgspec
 from farspan.domain import catalog
 from farspan.domain.cluster import Cluster, DataSheet, Device, Host, Site
 from farspan.domain.clusterfile import REMOTE_FOLDER
-from farspan.domain.codec import load
 from farspan.domain.escapes import shell_word
 from farspan.domain.gpus import Gpu
 from farspan.domain.install import install_command_there
 from farspan.domain.interpreter import module_command
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import load
 from farspan.domain.worker_exit import WorkerExit
 from farspan.launch.hosts import host_python
 from farspan.launch.network_examination import host_address, start_agents

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from farspan.domain.codec import parse_json
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import parse_json
 from farspan.retrieval.serve import forms
 from farspan.retrieval.serve.guard import DRAINED_BODIES
 from farspan.retrieval.serve.index_swap import Current

@@ -25,13 +25,13 @@ import msgspec
 import torch
 
 from farspan import models
-from farspan.domain.codec import content_hash, parse_json, save, write_atomically
 from farspan.domain.epoch_fence import readable_ledger, require_current
 from farspan.domain.model import count_parameters
 from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan
 from farspan.domain.problems import EXIT_CODES, Refusal
 from farspan.domain.run import RunFolder
+from farspan.domain.struct_files import content_hash, parse_json, save, write_atomically
 from farspan.domain.units import format_bytes
 from farspan.runtime.checkpoint.manifest import (
     MANIFEST,

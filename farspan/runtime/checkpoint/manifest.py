@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
-from farspan.domain.codec import content_hash
+from farspan.domain.struct_files import content_hash
 from farspan.runtime.model.tensor_axis import TensorSlice
 from farspan.runtime.time_budget import BudgetState
 

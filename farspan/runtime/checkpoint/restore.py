@@ -91,7 +91,7 @@ def restore(
 
 
 def kept_by_kind(executor: Executor) -> dict[str, Sequence[Tensor]]:
-    """Return this worker's tensors by bucket, by the kinds of `checkpoint.source_kinds`."""
+    """Return this worker's tensors by bucket, by the kinds of `checkpoint_folder.source_kinds`."""
     state = executor.state
     outer = executor.outer
     kept: dict[str, Sequence[Tensor]] = {MODEL: state.master}

@@ -22,10 +22,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from farspan.domain.codec import write_atomically
 from farspan.domain.own_files import open_own
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
+from farspan.domain.struct_files import write_atomically
 from farspan.domain.units import format_seconds
 from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.checkpoint.checkpoint_folder import MODEL, OWN_STATE, SHARED_STATE, Unsaved

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from farspan.domain.codec import parse_json
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import parse_json
 from farspan.runtime.checkpoint.manifest import (
     CHECKSUM_BLOCK_BYTES,
     MANIFEST,
@@ -80,7 +80,7 @@ def put_slices(
         sums = list[str]()
         for start in range(0, len(content), CHECKSUM_BLOCK_BYTES):
             block = content[start : start + CHECKSUM_BLOCK_BYTES]
-            sums.append(digest(block))
+            sums.append(checksum_of_block(block))
             put(block)
         shape = tuple(part.values.shape)
         stored = StoredSlice(file=file, at=part.at, shape=shape, sha256=tuple(sums))
@@ -89,7 +89,7 @@ def put_slices(
     return listing
 
 
-def digest(block: bytes | memoryview) -> str:
+def checksum_of_block(block: bytes | memoryview) -> str:
     return hashlib.sha256(block).hexdigest()[:16]
 
 
@@ -235,7 +235,7 @@ class Stored:
                 unread = unread[taken:]
         self.read_bytes += len(content)
         for number, at in enumerate(range(0, len(content), CHECKSUM_BLOCK_BYTES), first_block):
-            if digest(view[at : at + CHECKSUM_BLOCK_BYTES]) != part.sha256[number]:
+            if checksum_of_block(view[at : at + CHECKSUM_BLOCK_BYTES]) != part.sha256[number]:
                 raise Corrupt(f"{part.file} does not match its checksum")
         numbers = np.frombuffer(content, np.float32, (last - first) // 4, first - block_from)
         shape = (stop - start, *part.shape[1:]) if part.shape else ()

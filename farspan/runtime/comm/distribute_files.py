@@ -21,15 +21,15 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from farspan.corpus import find_prepared, tokens
-from farspan.domain.codec import ContentHash, load
+from farspan.corpus import find_prepared, token_files
 from farspan.domain.corpus import TOKEN_FILES, CorpusManifest
 from farspan.domain.file_transfer import Unexpected, receive_files, send_files
 from farspan.domain.own_files import open_own, refuse_link
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder, RunRecord, make_cache_folder
-from farspan.runtime.comm.notices import Notices
+from farspan.domain.struct_files import ContentHash, load
+from farspan.runtime.comm.control_channel import Notices
 from farspan.runtime.comm.sealed import PIECE_BYTES, QUIET_S, SealedServer, SealedStream
 
 #: Keys of notices.
@@ -187,7 +187,7 @@ class Shipment:
             # Only a corpus whose every block is what was prepared.
             try:
                 manifest = load(folder / "corpus.json", CorpusManifest)
-                tokens.verify_corpus(
+                token_files.verify_corpus(
                     folder, manifest, find_prepared.mending_command(self._run, folder)
                 )
             except Refusal as refusal:

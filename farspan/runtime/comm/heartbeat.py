@@ -14,7 +14,7 @@ from typing import Literal, cast
 import msgspec
 
 from farspan.runtime.comm import tcp
-from farspan.runtime.comm.notices import Notices
+from farspan.runtime.comm.control_channel import Notices
 
 #: A worker that sends nothing for this long, and for RTTS round trips of the slowest link, is lost;
 #: each sends a beat every BEAT_S. Every loss is noticed within 5 s and the round trips.

@@ -115,7 +115,7 @@ class Topology:
         samples = self.replica_samples(step)
         own = list[NDArray[np.int64]]()
         for microbatch in range(replica.microbatches):
-            first, last = replica.span(self.stage_index, self.batch, microbatch)
+            first, last = replica.microbatch_span(self.stage_index, self.batch, microbatch)
             own.append(samples[first:last])
         return own
 

@@ -18,8 +18,8 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from farspan.domain.problems import Refusal
 from farspan.domain.run import SECRET_VARIABLE, STORE_PORT
 from farspan.runtime.comm import tcp
+from farspan.runtime.comm.control_channel import Notices, came
 from farspan.runtime.comm.heartbeat import RTTS, SILENCE_S, Heartbeat, How
-from farspan.runtime.comm.notices import Notices, came
 
 #: Workers may come so far apart: some import torch from a slow disk, or were started by hand.
 WORKER_START_S = 300.0
@@ -54,7 +54,7 @@ def connect_workers(rank: int, world: int, secret: bytes) -> Notices | None:
         port += os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         with _asking_rank_0(rank):
-            notices.meet(world, port, WORKER_START_S)
+            notices.rendezvous(world, port, WORKER_START_S)
     except OSError as error:  # TimeoutError is one.
         fact = " ".join(str(error).split())[:300]
         missing = [str(peer) for peer in range(world) if notices.missing([came(peer)])]

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from farspan import models
 from farspan.corpus import tokenizer as tokenizers
-from farspan.domain.codec import missing_path, parse_json, read_bytes, write_atomically
 from farspan.domain.escapes import shell_line
 from farspan.domain.model import ModelSpec, count_parameters
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import missing_path, parse_json, read_bytes, write_atomically
 from farspan.models import Family
 from farspan.runtime.model.decoder import parameter_shapes
 

@@ -67,7 +67,7 @@ class Executor:
         self.topology = topology
         self.device = device
         self.messenger = Messenger()
-        # On MPS spans are of orders given (domain.results.IN_STEP).
+        # On MPS spans are of orders given (domain.run_events.IN_STEP).
         self.spans = Spans() if device.type == "mps" else Spans(lambda: synchronize_device(device))
         self.groups = groups = ProcessGroups(topology)
         tensor = groups.of(topology.group("tensor"), "tensor")

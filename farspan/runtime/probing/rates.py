@@ -84,7 +84,7 @@ def _measure_memory_bandwidth(device: torch.device, allowed: int) -> float:
 
 
 def _mean_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the mean seconds of one call, over TIMED_S and at least three calls."""
+    """Return the mean seconds of one call, over RATE_S and at least three calls."""
     work()
     synchronize_device(device)
     calls = 0
@@ -127,7 +127,7 @@ def measure_allreduce(
             return time.perf_counter() - began
 
         seconds()
-        # The same number on every rank: over TIMED_S by the slowest one's second try.
+        # The same number on every rank: over RATE_S by the slowest one's second try.
         slowest_s = max(group.all_gather(seconds()))
         repeats = max(2, min(MAX_ALL_REDUCES, round(RATE_S / slowest_s)))
         taken = [seconds() for _ in range(repeats)]

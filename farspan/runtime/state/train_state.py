@@ -2,9 +2,9 @@
 updated whole.
 
 The model computes in the working dtype (fp32, bf16 or fp16); the optimizer keeps fp32 masters. What
-ZeRO (arXiv
-1910.02054) divides over the data axis is divided bucket by bucket: of n workers the k-th owns the
-  k-th part of each. AdamW updates elements, Muon whole matrices, which lie in buckets of their own.
+ZeRO (arXiv 1910.02054) divides over the data axis is divided bucket by bucket: of n workers the
+k-th owns the k-th part of each. AdamW updates elements, Muon whole matrices, which lie in buckets
+of their own.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ from types import TracebackType
 
 import msgspec
 
-from farspan.domain.codec import cut_unfinished_line
 from farspan.domain.own_files import open_own
-from farspan.domain.results import Event
 from farspan.domain.run import refuse_replaced
+from farspan.domain.run_events import Event
+from farspan.domain.struct_files import cut_unfinished_line
 
 #: Bytes of events that wait for a full disk at most: those of some 200,000 steps.
 WAITING = 2**26

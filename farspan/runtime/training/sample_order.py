@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from farspan.corpus.tokens import Tokens
+from farspan.corpus.token_files import Tokens
 
 Indices = npt.NDArray[np.uint64]
 

@@ -11,11 +11,11 @@ from typing import Literal
 
 import numpy as np
 
-from farspan.domain.codec import is_content_hash, load
 from farspan.domain.plan import Plan
 from farspan.domain.plan_words import join_words
 from farspan.domain.problems import Refusal
-from farspan.domain.results import STOP_REASONS, Rescheduled, Saved, Step, Traced, Warned
+from farspan.domain.run_events import STOP_REASONS, Rescheduled, Saved, Step, Traced, Warned
+from farspan.domain.struct_files import is_content_hash, load
 from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.checkpoint.checkpoint_folder import Unsaved
 from farspan.runtime.checkpoint.manifest import TrainerState

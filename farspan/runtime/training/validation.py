@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from farspan.corpus.entropy import EXACT_TOKENS, ngram_entropies_of
-from farspan.domain.codec import content_hash
 from farspan.domain.plan import row_quantum
-from farspan.domain.results import Validated
+from farspan.domain.run_events import Validated
+from farspan.domain.struct_files import content_hash
 from farspan.runtime.checkpoint.manifest import TrainerState
 from farspan.runtime.parallel.pipeline import Batch
 from farspan.runtime.time_budget import TimeBudget
@@ -129,7 +129,9 @@ class Validation:
             stage = replica.stages[index]
             # A coordinate without rows reads the fewest that it can.
             least = row_quantum(stage.mesh, stage.splits)
-            rows = [max(least, replica.part(index, c, 0)) for c in range(len(stage.rows))]
+            rows = [
+                max(least, replica.microbatch_rows(index, c, 0)) for c in range(len(stage.rows))
+            ]
             self._sizes.append(rows)
         #: Windows that all workers together read at once.
         self.round = sum(map(sum, self._sizes))

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.epoch_fence import Epoch
 from farspan.domain.plan import Plan
-from farspan.domain.results import Event
 from farspan.domain.run import RunFolder
+from farspan.domain.run_events import Event
 from farspan.runtime.comm.worker_group import Group
 from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.parallel.executor import Executor

@@ -14,7 +14,7 @@ from farspan.domain.plan import GradSync, Mesh, Plan, Replica, Stage, Topology, 
 from farspan.domain.problems import Problem
 from farspan.domain.units import counted
 from farspan.semantics.muon_matrices import matrices
-from farspan.techniques._fastest_fitting import best
+from farspan.techniques._fastest_fitting import fastest_plan_that_fits
 from farspan.techniques._task import Task, cannot
 
 #: PyTorch DDP's default (Li et al., arXiv 2006.15704).
@@ -207,7 +207,7 @@ def over_batch(task: Task, technique: str, zero: Zero) -> Plan | Problem:
     mesh = Mesh(ranks=ranks, shape=(len(ranks),), axes=("data",))
 
     def best_plan(asked: Task) -> Plan | Problem:
-        return best(asked, plans(asked, technique, mesh, zero=zero))
+        return fastest_plan_that_fits(asked, plans(asked, technique, mesh, zero=zero))
 
     return task.answer(technique, best_plan)
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from farspan import models
-from farspan.app.choosing import MAX_DEVICES_OF_SELECTION, selection_task
+from farspan.app.choose_plan import MAX_DEVICES_OF_SELECTION, selection_task
 from farspan.app.clusters import first_device
 from farspan.domain.config import ParallelConfig
 from farspan.domain.engine import load_engine
@@ -25,7 +25,7 @@ from farspan.estimate.stage import Costs
 from farspan.planning.learn_slowdowns import Observation, Paced, learn_slowdowns, with_slowdowns
 from farspan.planning.misfit import largest_tried
 from farspan.planning.model_speed import on_one_device
-from farspan.planning.select import SelectionTask, select_by_trials
+from farspan.planning.select_by_trials import SelectionTask, select_by_trials
 from farspan.planning.selection_outcome import nothing_runs
 from farspan.semantics.identity import plan_key
 from farspan_studies.papers import algorithm1

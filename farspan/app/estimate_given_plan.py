@@ -15,14 +15,14 @@ from farspan.app import clusters
 from farspan.app.plans import check_devices, convert_plan, device_places, planned_devices
 from farspan.app.updates import Progress, ignore_update
 from farspan.domain.cluster import Cluster, DataSheet, MatmulRate
-from farspan.domain.codec import parse_json, parse_yaml, read_bytes
 from farspan.domain.config import RunConfig
+from farspan.domain.cost import Estimate
 from farspan.domain.engine import load_engine as find_engine
 from farspan.domain.escapes import shell_word, yaml_word
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
-from farspan.domain.results import Estimate
+from farspan.domain.struct_files import parse_json, parse_yaml, read_bytes
 from farspan.domain.train import TrainSpec
 from farspan.estimate.compute import product_dtype
 from farspan.estimate.estimate_plan import estimate

@@ -20,8 +20,8 @@ import pytest
 
 from farspan.domain.train import TrainSpec
 from farspan.planning import rank_plans as ranking
+from farspan.planning.fork_map import side_by_side
 from farspan.planning.plan_question import model_of
-from farspan.planning.side_by_side import side_by_side
 from tests.planning.test_select import ENGINE
 from tests.planning.worlds import FAST, SLOW, cluster
 from tests.waiting import wait_for

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.corpus import find_prepared, tokens
-from farspan.corpus.tokens import TokenFile, VerifiedArray, checksums_of, split_fingerprint
-from farspan.domain.codec import load, to_json
+from farspan.corpus import find_prepared, token_files
+from farspan.corpus.token_files import TokenFile, VerifiedArray, checksums_of, split_fingerprint
 from farspan.domain.corpus import BLOCK_BYTES, SENT, CorpusManifest, token_file_sizes
 from farspan.domain.problems import Problem, Refusal
+from farspan.domain.struct_files import load, to_json
 from farspan.domain.train import TrainSpec
 from farspan.runtime.worker import windows
 from tests import tiny
@@ -37,8 +37,8 @@ def test_whichever_token_differs_the_fingerprint_does():
 
 
 def test_of_large_files_evenly_spaced_blocks_are_read(monkeypatch):
-    monkeypatch.setattr(tokens, "FINGERPRINT_BLOCKS", 4)
-    monkeypatch.setattr(tokens, "FINGERPRINT_BLOCK_BYTES", 10)
+    monkeypatch.setattr(token_files, "FINGERPRINT_BLOCKS", 4)
+    monkeypatch.setattr(token_files, "FINGERPRINT_BLOCK_BYTES", 10)
     ours = np.zeros(100, np.uint8)
     read = [
         place
@@ -77,7 +77,7 @@ def problem_of(read: object, *arguments: object) -> Problem:
 
 def test_a_manifest_with_checksums_is_saved_and_loaded_and_shown_without_them(whole: Path) -> None:
     manifest = load(whole / "corpus.json", CorpusManifest)
-    assert len(manifest.train.token_checksums) == 7 * tokens.CHECKSUM_BYTES
+    assert len(manifest.train.token_checksums) == 7 * token_files.CHECKSUM_BYTES
     assert b"checksums" not in to_json(manifest.without_checksums())
     assert token_file_sizes(manifest) == [
         (whole / name).stat().st_size for name in ("train.bin", "train.idx", "val.bin", "val.idx")
@@ -118,8 +118,8 @@ def test_a_block_is_hashed_once(whole: Path, monkeypatch: pytest.MonkeyPatch) ->
         hashed.append(len(block))
         return checksum(block)
 
-    checksum = tokens.block_checksum
-    monkeypatch.setattr(tokens, "block_checksum", counting)
+    checksum = token_files.block_checksum
+    monkeypatch.setattr(token_files, "block_checksum", counting)
     file = TokenFile.open(whole, "train", load(whole / "corpus.json", CorpusManifest))
     for _ in range(3):
         for start in range(0, MANY, 100):
@@ -131,10 +131,10 @@ def test_a_block_is_hashed_once(whole: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_every_file_is_verified_in_full_on_request(whole: Path, tmp_path: Path, name: str) -> None:
     size = (whole / name).stat().st_size
     manifest = damaged(whole, tmp_path / "copy", name, size // 2, min(4000, size // 2))
-    problem = problem_of(tokens.verify_corpus, tmp_path / "copy", manifest, "mend it")
+    problem = problem_of(token_files.verify_corpus, tmp_path / "copy", manifest, "mend it")
     assert problem.where == str(tmp_path / "copy" / name)
     assert problem.remedy == "mend it"
-    tokens.verify_corpus(whole, manifest)
+    token_files.verify_corpus(whole, manifest)
 
 
 def test_damaged_document_ends_are_noticed_where_documents_are_reshuffled(
@@ -154,7 +154,7 @@ def test_a_damaged_copy_that_another_host_sent_counts_as_none(whole: Path, tmp_p
     copy = tmp_path / f"{SENT}{tiny.CORPUS_HASH}"
     manifest = damaged(whole, copy, "train.bin", 20_000)
     assert find_prepared.is_corpus(copy, tiny.CORPUS_HASH)
-    assert problem_of(tokens.verify_corpus, copy, manifest).code == "corpus-damaged"
+    assert problem_of(token_files.verify_corpus, copy, manifest).code == "corpus-damaged"
     assert not find_prepared.is_corpus(copy, tiny.CORPUS_HASH)
 
 

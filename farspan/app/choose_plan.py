@@ -12,7 +12,7 @@ from farspan.domain.config import ParallelConfig
 from farspan.domain.model import ModelSpec
 from farspan.domain.objective import TOLERANCE
 from farspan.domain.train import TrainSpec
-from farspan.planning.select import Selection, SelectionTask, select_by_trials
+from farspan.planning.select_by_trials import Selection, SelectionTask, select_by_trials
 
 #: Up to this number of devices plans for all parts of a cluster are priced, beyond it for the
 #: whole: few before training, which is to start soon; more where machines are chosen, as those of

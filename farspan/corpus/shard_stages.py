@@ -30,10 +30,10 @@ from farspan.corpus.documents import (
 )
 from farspan.corpus.processes import spawn_pool
 from farspan.corpus.sources import Source
-from farspan.corpus.tokens import checksums_of
-from farspan.domain.codec import load, save
+from farspan.corpus.token_files import checksums_of
 from farspan.domain.corpus import Document, Split
 from farspan.domain.own_files import open_own
+from farspan.domain.struct_files import load, save
 
 SHARD_BYTES = 4 << 20
 #: Documents encoded at a time.

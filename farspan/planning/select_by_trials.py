@@ -5,7 +5,8 @@ A trial is a measured plan. A plan is tried as long as it could be better than t
 interval reaches below it) and the budget lasts; first the one that could be best of all, so that
 what nobody has seen yet goes before variants of what was seen (optimism in the face of uncertainty:
 Lai and Robbins 1985). After each trial the slowdowns of devices, links and kinds of parallelism are
-learned from all of them (`learn`), and every technique plans for the cluster that they show.
+learned from all of them (`learn_slowdowns`), and every technique plans for the cluster that they
+show.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan.domain import catalog
+from farspan.domain.assumed_networks import UNKNOWN_LINK, UNKNOWN_SITE, load_machines
 from farspan.domain.cluster import SITE_BANDWIDTH, SITE_RTT_S, Cluster, Device, Host, Link, Site
-from farspan.domain.known_networks import UNKNOWN_LINK, UNKNOWN_SITE, load_machines
 from farspan.domain.units import parse_rate
 
 KINDS = catalog.load_devices()

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from farspan.domain.plan import Replica, Sync
-from farspan.estimate.replicas import EXCESS, LATER, SPREAD, excess, token_efficiency
 from farspan.estimate.scaling_law import scaling_law_loss, tokens_for
+from farspan.estimate.token_efficiency import EXCESS, LATER, SPREAD, excess, token_efficiency
 from tests.estimate.parts import cluster, device, mesh, plan, stage
 
 

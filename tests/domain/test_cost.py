@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from farspan.domain.codec import load
+from farspan.domain.cost import OVERHEAD_SHARE, Estimate
 from farspan.domain.problems import Refusal
-from farspan.domain.results import OVERHEAD_SHARE, Estimate
+from farspan.domain.struct_files import load
 from tests.report.fake_run import ESTIMATE
 
 

@@ -83,7 +83,7 @@ class Notices:
         self._values = dict[str, bytes]()
         self._changed = threading.Condition()
 
-    def meet(self, world: int, port: int, seconds: float) -> None:
+    def rendezvous(self, world: int, port: int, seconds: float) -> None:
         """Connect all workers of the run, at a port of rank 0.
 
         Raises TimeoutError where they do not all come within `seconds`, ConnectionError where
