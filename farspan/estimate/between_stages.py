@@ -1,7 +1,7 @@
 """What goes between the stages of a pipeline: activations and their gradients, and a table that
 both ends hold.
 
-Each message goes over its own wire, as layouts' `transfer` lists them; lines are shared where they
+Each message goes over its own wire, as `plan_reshard` lists them; lines are shared where they
 are the same.
 """
 

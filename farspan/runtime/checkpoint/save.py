@@ -50,7 +50,7 @@ WRITTEN = b"+"
 
 
 class SharedFolder:
-    """The folder as one worker has it; `meet` is called by all."""
+    """The folder as one worker has it; all call `find_near_ranks`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

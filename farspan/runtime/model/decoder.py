@@ -211,7 +211,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens (B, S) to hidden states (B, S, D) with `hidden`, to logits (B, S, V) with `forward`.
+    """Tokens (B, S) to `hidden_states` (B, S, D), to logits (B, S, V) with `forward`.
 
     Of units [first, last) it has a pipeline stage's part, 0 being the embedding, then the blocks,
     then norm and head; of an axis a rank's part of these. Parameters keep the names that they have
@@ -348,7 +348,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def row_losses(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
-        """Return the losses of `finish`, summed over each row alone (B,), without a gradient."""
+        """Return the losses of `summed_loss`, summed over each row alone (B,), without a gradient."""
         layouts = self.layouts
         x_BSD = self._normalize(x_BSD)
         targets_here = layouts.convert_between(targets_BS, TOKENS, "loss")
@@ -366,7 +366,7 @@ class Decoder(nn.Module):
         return layouts.convert_between(losses_B, "loss", TOTAL)
 
     def loss(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """Return `finish` of a model that has all units."""
+        """Return the `summed_loss` of a model that has all units."""
         return self.summed_loss(self.forward_blocks(tokens_BS), targets_BS)
 
 

@@ -58,8 +58,8 @@ class Outcome:
 
 
 class Executor:
-    """Runs the steps of a worker. Every method is called by all workers of its replica, `meet` by
-    all of the run."""
+    """Runs the steps of a worker. All workers of its replica call every method, all of
+    the run `synchronize_replicas`."""
 
     def __init__(self, topology: Topology, device: torch.device) -> None:
         plan = topology.plan
@@ -209,7 +209,7 @@ class Executor:
         self.messenger.wait_for_previous_step()
 
     def synchronize_replicas(self, step: int, last: bool) -> None:
-        """Synchronize the replicas, which have made their steps up to `step`: `OuterStep.meet`."""
+        """Synchronize the replicas, which have made their steps up to `step`."""
         assert self.outer is not None
         self.outer.synchronize_replicas(last)
         self._publish_outer_step(step)
@@ -315,7 +315,7 @@ class Executor:
             self.outer.start_from_masters()
 
     def publish_masters(self) -> None:
-        """Publish the masters after they changed otherwise than by `update`."""
+        """Publish the masters after they changed otherwise than by `optimizer_step`."""
         self.state.publish_masters()
         self.param_gather.all_gather_updated()
 

@@ -40,11 +40,11 @@ Phases = Generator[Waits]
 
 
 class GradReducer:
-    """The sums of one worker's gradients. `arm(last)` before every backward pass; `finish()` at the
-    end of the step.
+    """The sums of one worker's gradients. `prepare_backward(last)` before every backward pass;
+    `finish_sums()` at the end of the step.
 
-    `passed` is called with a bucket's number when a backward pass has written all of it, `done`
-    when it is summed.
+    `on_bucket_ready` is called with a bucket's number when a backward pass has written all of it,
+    `on_bucket_reduced` when it is summed.
     """
 
     def __init__(

@@ -38,8 +38,9 @@ ON_THE_LINE = 16 * 2**20
 
 
 class OuterStep:
-    """One worker's part of the outer syncs: `meet` every H steps, `finish` where none comes any
-    more, `resume` after the state was restored at an outer sync."""
+    """One worker's part of the outer syncs: `synchronize_replicas` every H steps,
+    `finish_exchange` where none comes any more, `resume_exchange` after the state was restored at
+    an outer sync."""
 
     def __init__(self, topology: Topology, state: TrainState, whole: FullState) -> None:
         plan = topology.plan

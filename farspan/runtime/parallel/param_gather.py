@@ -25,8 +25,8 @@ LARGE = 2**22
 
 
 class ParamGather:
-    """Makes working buckets whole: all after an update (`publish`), or, where parameters are
-    divided, one by one."""
+    """Makes working buckets whole: all after an update (`all_gather_updated`), or, where
+    parameters are divided, one by one."""
 
     def __init__(
         self,

@@ -38,7 +38,8 @@ EVALUATED = 8
 
 
 class Pipeline:
-    """The passes of one stage. `train` makes those of one step, `evaluate` forward passes alone."""
+    """The passes of one stage. `run_microbatches` makes those of one step,
+    `evaluate_batches` forward passes alone."""
 
     def __init__(
         self,

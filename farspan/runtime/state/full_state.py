@@ -53,7 +53,7 @@ class BucketManifest(NamedTuple):
 
 
 class FullState:
-    """One worker's end. `collect` and `hand_out` are called by all workers of the run at once."""
+    """One worker's end. All workers of the run call `collect_parameters` and `hand_out` at once."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class FullState:
 
     def send_out(self, ranks: Sequence[int], content: Callable[[int, int], Tensor]) -> None:
         """Fill the buckets of these workers from rank 0, with `content(rank, bucket)`; each of them
-        calls `receive`."""
+        calls `receive_buckets`."""
         self._send_buckets(ranks, content, tag(MessageChannel.HANDED_OUT, next(self._handed)))
 
     def receive_buckets(self, flats: Sequence[Tensor]) -> None:

@@ -27,8 +27,9 @@ TABLE = "tok.weight"
 
 
 class TiedEmbedding:
-    """One worker's part of the exchange, once a step: `expect`; `complete` when its own sum is, and
-    `release` when its passes have ended, in either order; `add` last."""
+    """One worker's part of the exchange, once a step: `post_receives`; `on_grad_ready` when its
+    own sum is complete, and `on_passes_done` when its passes have ended, in either order;
+    `add_received` last."""
 
     def __init__(
         self,

@@ -214,8 +214,8 @@ class TrainState:
         return low - start, high - start, where
 
     def load_parameters(self, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Take parameters' values, each in this worker's shape; call `publish` afterwards where
-        state is divided."""
+        """Take parameters' values, each in this worker's shape; call `publish_masters` afterwards
+        where state is divided."""
         index = {name: i for i, name in enumerate(self.names)}
         with torch.no_grad():
             for name, value in values:
