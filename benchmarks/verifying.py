@@ -33,7 +33,7 @@ from farspan.domain.plan import Plan
 from farspan.domain.run import RunFolder, RunRecord, source_commit
 from farspan.domain.struct_files import load, save
 from farspan.runtime.model.decoder import Decoder, initial_parameters
-from farspan.runtime.training.sample_order import SampleOrder, TokenWindows
+from farspan.runtime.training.sample_order import SampleOrder, PackedWindows
 
 RESULTS = Path(__file__).parent / "results" / "verifying.json"
 #: Steps of the model whose CPU seconds are taken; the least counts.
@@ -63,7 +63,7 @@ def reading_s(run: RunFolder, manifest: CorpusManifest, steps: int) -> float:
     """CPU seconds of reading the windows of the first steps."""
     train = run.load_plan().train
     folder = load(run.record, RunRecord).corpus_folder
-    windows = TokenWindows(TokenFile.open(folder, "train", manifest).tokens, train.seq_len)
+    windows = PackedWindows(TokenFile.open(folder, "train", manifest).tokens, train.seq_len)
     order = SampleOrder(windows.count, train.seed)
     chosen = [
         order.window(np.arange(step * train.batch, (step + 1) * train.batch))

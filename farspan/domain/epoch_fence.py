@@ -106,7 +106,7 @@ def rebuild_ledger(epoch: int, newest: int) -> Ledger:
     return Ledger(epoch=epoch, ended=dict.fromkeys(range(1, epoch + 1), newest))
 
 
-def require_current(path: Path, number: int) -> None:
+def fence_stale_epoch(path: Path, number: int) -> None:
     """Refuse to write for an earlier epoch.
 
     Raises Refusal: (superseded) where another epoch of the run has begun since, (worker-lost)

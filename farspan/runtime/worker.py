@@ -64,7 +64,7 @@ from farspan.runtime.model.generate import generate
 from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.stop_and_preemption import Launcher, StopRequests
 from farspan.runtime.training.events import EventLog
-from farspan.runtime.training.sample_order import ReshuffledWindows, TokenWindows
+from farspan.runtime.training.sample_order import ReshuffledWindows, PackedWindows
 from farspan.runtime.training.trainer import Trainer
 from farspan.runtime.training.worker_parts import Worker
 
@@ -89,7 +89,7 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
     remedy = find_prepared.mending_command(run, folder)
     training, held_out = (TokenFile.open(folder, split, manifest, remedy) for split in SPLITS)
     train = windows(training, plan.train)
-    val = TokenWindows(held_out.tokens, plan.train.seq_len)
+    val = PackedWindows(held_out.tokens, plan.train.seq_len)
     executor = Executor(Topology(plan, group.rank), group.device)
     check_tokens(group, train, val)
     worker = Worker(plan, run, group, executor, manifest, train, val, emit, time.time)
@@ -109,10 +109,10 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
     return worker
 
 
-def windows(file: TokenFile, train: TrainSpec) -> TokenWindows:
+def windows(file: TokenFile, train: TrainSpec) -> PackedWindows:
     """Return the windows that a training reads of its split."""
     if not train.regular.reshuffle:
-        return TokenWindows(file.tokens, train.seq_len)
+        return PackedWindows(file.tokens, train.seq_len)
     return ReshuffledWindows(file.tokens, train.seq_len, file.offsets[:], train.seed)
 
 
@@ -123,7 +123,7 @@ def prompts(held_out: TokenFile) -> tuple[list[int], ...]:
     return tuple(held_out.document(i)[:PROMPT_TOKENS].tolist() for i in (0, middle))
 
 
-def check_tokens(group: Group, *files: TokenWindows) -> None:
+def check_tokens(group: Group, *files: PackedWindows) -> None:
     """Refuse workers on hosts with other tokens under the corpus's name."""
     if group.world == 1:
         return
@@ -239,7 +239,7 @@ def require_own(run: RunFolder, epoch: Epoch) -> None:
     """Check that this worker has a run to write to. Raises Refusal if its folder is gone
     (path-missing), or another has taken its place (superseded)."""
     run.require_there()
-    epochs.require_current(run.epochs, epoch.number)
+    epochs.fence_stale_epoch(run.epochs, epoch.number)
 
 
 def start_trainer(

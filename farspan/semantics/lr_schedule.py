@@ -28,7 +28,7 @@ def learning_rate(
     limit = limit or steps
     warm = min(1.0, schedule.warmup_steps / steps)
     if step < schedule.warmup_steps and share < warm:
-        return peak * max((step + 1) / (schedule.warmup_steps + 1), share / warm)
+        return peak * max(warmup_share(schedule, step), share / warm)
     if schedule.kind == "constant":
         return peak
     after = max(warm, 1 - schedule.decay) if schedule.kind == "wsd" else warm
@@ -43,6 +43,11 @@ def learning_rate(
     if schedule.kind == "cosine":
         return floor + (peak - floor) * cosine_decay(done)
     return floor + (peak - floor) * (1 - done)
+
+
+def warmup_share(schedule: Schedule, step: int) -> float:
+    """Return the share of the peak that the linear warm-up has reached at a step."""
+    return (step + 1) / (schedule.warmup_steps + 1)
 
 
 def cosine_decay(done: float) -> float:

@@ -27,7 +27,7 @@ from farspan.launch.workers import SupervisorState
 from farspan.report.history import follow_events
 from farspan.runtime.checkpoint.manifest import TrainerState
 from farspan.runtime.comm.topology import Topology
-from farspan.runtime.training.sample_order import SampleOrder, TokenWindows
+from farspan.runtime.training.sample_order import SampleOrder, PackedWindows
 from farspan.semantics.identity import training_key
 from tests import tiny
 from tests.app.supervised import Watched, made
@@ -188,7 +188,7 @@ def test_the_first_batch_whose_loss_is_not_finite_is_left_out_and_a_second_ends_
         np.fromfile(tmp_path / "corpus" / f"{name}.bin", "<u2") for name in ("val", "train")
     )
     val[val == 299] = tokens[tokens == 299] = 298
-    order = SampleOrder(TokenWindows(tokens, train.seq_len).count, train.seed)
+    order = SampleOrder(PackedWindows(tokens, train.seq_len).count, train.seed)
     for step in range(5, 5 + 4 * batches, 4):
         window = int(order.window(Topology(plan, 0).samples_by_microbatch(step)[0])[0])
         tokens[window * train.seq_len + 3] = 299

@@ -27,14 +27,14 @@ def test_epoch_ledger_records_the_last_valid_step_of_each_earlier_start(tmp_path
 
 def test_superseded_worker_may_not_write(tmp_path):
     path = tmp_path / "epochs.json"
-    epoch_fence.require_current(path, 0)
+    epoch_fence.fence_stale_epoch(path, 0)
     epoch_fence.begin_epoch(path, -1)
-    epoch_fence.require_current(path, 1)
+    epoch_fence.fence_stale_epoch(path, 1)
     epoch_fence.begin_epoch(path, 3)
     with pytest.raises(
         Refusal, match="it is of start 1 of the run, which is at start 2"
     ) as refusal:
-        epoch_fence.require_current(path, 1)
+        epoch_fence.fence_stale_epoch(path, 1)
     assert refusal.value.problem.code == "superseded" and refusal.value.problem.exit_code == 45
 
 
@@ -47,7 +47,7 @@ def test_damaged_ledger_excludes_no_checkpoint_and_lets_no_worker_write(tmp_path
     path.write_bytes(content)
     assert epoch_fence.readable_ledger(path).counts(1, 10**6)
     with pytest.raises(Refusal) as refusal:
-        epoch_fence.require_current(path, 7)
+        epoch_fence.fence_stale_epoch(path, 7)
     assert refusal.value.problem.code == "worker-lost"
     assert refusal.value.problem.remedy == f"farspan resume {tmp_path}"
 

@@ -31,7 +31,7 @@ from farspan.runtime.model.dropout import Dropout
 from farspan.runtime.training.sample_order import (
     ReshuffledWindows,
     SampleOrder,
-    TokenWindows,
+    PackedWindows,
     dropout_seeds,
     mask,
 )
@@ -48,8 +48,8 @@ def kept(x_BSD: Tensor, place: int) -> Tensor:
 class Data(NamedTuple):
     """A corpus, in windows and in the order of a run of `spec`."""
 
-    train: TokenWindows
-    val: TokenWindows
+    train: PackedWindows
+    val: PackedWindows
     order: SampleOrder
     spec: TrainSpec
     vocabulary: int
@@ -57,7 +57,7 @@ class Data(NamedTuple):
     @classmethod
     def of(cls, corpus: Path, train: TrainSpec) -> Data:
         windows, val = (
-            TokenWindows(np.fromfile(corpus / f"{n}.bin", "<u2"), train.seq_len)
+            PackedWindows(np.fromfile(corpus / f"{n}.bin", "<u2"), train.seq_len)
             for n in ("train", "val")
         )
         if train.regular.reshuffle:

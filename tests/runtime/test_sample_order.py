@@ -15,7 +15,7 @@ from farspan.runtime.model.dropout import Dropout
 from farspan.runtime.training.sample_order import (
     ReshuffledWindows,
     SampleOrder,
-    TokenWindows,
+    PackedWindows,
     dropout_seeds,
     mask,
     shuffle_index,
@@ -54,7 +54,7 @@ def test_permute_needs_no_memory_for_huge_ranges():
 
 @given(tokens=st.integers(2, 400), seq_len=st.integers(1, 50))
 def test_windows_predict_every_token_but_the_first_exactly_once(tokens, seq_len):
-    windows = TokenWindows(np.arange(tokens, dtype=np.uint16), seq_len)
+    windows = PackedWindows(np.arange(tokens, dtype=np.uint16), seq_len)
     inputs, targets = windows.read(np.arange(windows.count, dtype=np.uint64))
     valid = targets >= 0
     assert sorted(targets[valid]) == list(range(1, tokens))
@@ -113,7 +113,7 @@ def test_a_later_epoch_reads_every_document_whole_in_another_order(lengths, seq_
     # Each document is its number, and ends with 0.
     documents = [[k + 1] * (n - 1) + [0] for k, n in enumerate(lengths)]
     windows = ReshuffledWindows(np.concatenate(documents), seq_len, ends, seed)
-    plain = TokenWindows(windows.tokens, seq_len)
+    plain = PackedWindows(windows.tokens, seq_len)
     total = int(ends[-1])
     orders = set()
     for epoch in range(4):

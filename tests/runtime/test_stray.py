@@ -13,7 +13,7 @@ from farspan.domain.train import Optimizer, Schedule, TrainSpec
 from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.training.loss_outlier import FIRST_STEPS, PATIENCE, LossOutliers
-from farspan.runtime.training.sample_order import SampleOrder, TokenWindows
+from farspan.runtime.training.sample_order import SampleOrder, PackedWindows
 from tests import tiny
 
 SEQ_LEN = 32
@@ -84,7 +84,7 @@ def test_workers_end_where_the_loss_of_one_stays_far_above(tmp_path):
     """What rank 1 reads from some step on is noise to the model; all other text is learnt."""
     plan = tiny.plan(TRAIN, rows=(4, 4))
     tokens = np.arange(TRAIN.batch * TRAIN.steps * TRAIN.seq_len + 1, dtype="<u2") * 7 % 200
-    order = SampleOrder(TokenWindows(tokens, TRAIN.seq_len).count, TRAIN.seed)
+    order = SampleOrder(PackedWindows(tokens, TRAIN.seq_len).count, TRAIN.seed)
     noise = np.random.default_rng(0)
     for step in range(SPOILT, TRAIN.steps):
         for window in order.window(np.concatenate(Topology(plan, 1).samples_by_microbatch(step))):

@@ -24,7 +24,7 @@ from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.time_budget import SAMPLES, VALIDATION
 from farspan.runtime.training import validation
-from farspan.runtime.training.sample_order import TokenWindows
+from farspan.runtime.training.sample_order import PackedWindows
 from farspan.runtime.training.validation import LossSums, MeasuredLoss, Validation
 from tests import tiny
 from tests.runtime import jobs, reference, stored_tensors
@@ -58,7 +58,7 @@ def run_of(tmp_path: Path, name: str = "run", **changes) -> RunFolder:
     return tiny.run_folder(tmp_path / name, tiny.plan(train))
 
 
-def direct(weights: dict[str, torch.Tensor], windows: TokenWindows, chosen) -> list[float]:
+def direct(weights: dict[str, torch.Tensor], windows: PackedWindows, chosen) -> list[float]:
     """The summed loss of each window, in float64."""
     model = Decoder(tiny.SPEC, attention="vanilla").double()
     model.load_state_dict(weights)
@@ -254,7 +254,7 @@ def test_workers_together_read_each_validation_window_once(fleet: Fleet, folder:
     sums = found[0][0]
     manifest = load(RunFolder(case.path).corpus, CorpusManifest)
     tokens = np.fromfile(case.path.parent / "corpus" / "val.bin", "<u2")
-    val = TokenWindows(tokens, case.plan.train.seq_len)
+    val = PackedWindows(tokens, case.plan.train.seq_len)
     chosen = validation.shuffle_index(np.arange(10, dtype=np.uint64), val.count, validation.SEED, 0)
     assert (
         Counter(w for _, mine in found for w in mine) == Counter(chosen.tolist())

@@ -37,7 +37,7 @@ from farspan.runtime.checkpoint.manifest import Corrupt, TrainerState
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.model.decoder import Decoder, initial_parameters, initialize_model
 from farspan.runtime.parallel.executor import Outcome
-from farspan.runtime.training.sample_order import SampleOrder, TokenWindows
+from farspan.runtime.training.sample_order import SampleOrder, PackedWindows
 from farspan.runtime.worker import as_problem, leave_group, write_problem_file
 from farspan.semantics.identity import training_key
 from farspan.semantics.lr_schedule import learning_rate
@@ -89,7 +89,7 @@ def plain_loop(folder: Path) -> tuple[list[float], float]:
         betas=(0.9, 0.95),
         eps=1e-8,
     )
-    tokens = TokenWindows(np.fromfile(folder / "train.bin", "<u2"), TRAIN.seq_len)
+    tokens = PackedWindows(np.fromfile(folder / "train.bin", "<u2"), TRAIN.seq_len)
     order = SampleOrder(tokens.count, TRAIN.seed)
     losses = []
     for step in range(TRAIN.steps):
@@ -101,12 +101,12 @@ def plain_loop(folder: Path) -> tuple[list[float], float]:
         adamw.step()
         adamw.zero_grad()
         losses.append(float(loss.detach()))
-    val = TokenWindows(np.fromfile(folder / "val.bin", "<u2"), TRAIN.seq_len)
+    val = PackedWindows(np.fromfile(folder / "val.bin", "<u2"), TRAIN.seq_len)
     with torch.no_grad():
         return losses, float(_mean_loss(model, val, np.arange(val.count, dtype=np.uint64)))
 
 
-def _mean_loss(model: Decoder, windows: TokenWindows, which: np.ndarray) -> torch.Tensor:
+def _mean_loss(model: Decoder, windows: PackedWindows, which: np.ndarray) -> torch.Tensor:
     inputs, targets = (torch.from_numpy(a) for a in windows.read(which))
     return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), ignore_index=-1)
 
@@ -319,7 +319,7 @@ def poison(run: RunFolder) -> None:
 def test_the_message_names_the_rank_whose_own_loss_is_not_finite(tmp_path):
     plan = tiny.plan(TRAIN, rows=(3, 3), spec=replace(tiny.SPEC, tied=False))
     run = tiny.run_folder(tmp_path / "run", plan)
-    windows = TokenWindows(np.fromfile(tmp_path / "corpus" / "train.bin", "<u2"), TRAIN.seq_len)
+    windows = PackedWindows(np.fromfile(tmp_path / "corpus" / "train.bin", "<u2"), TRAIN.seq_len)
     order = SampleOrder(windows.count, TRAIN.seed)
     first, second = (
         windows.read(order.window(np.concatenate(Topology(plan, rank).samples_by_microbatch(1))))[0]

@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 from farspan import models
-from farspan.domain.epoch_fence import readable_ledger, require_current
+from farspan.domain.epoch_fence import readable_ledger, fence_stale_epoch
 from farspan.domain.model import count_parameters
 from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan
@@ -112,7 +112,7 @@ def unfinished(path: Path) -> Path:
 def make_folder(path: Path, size: int, epoch: int = 0) -> None:
     """Make the folder that a checkpoint of `size` bytes is written in. Raises OSError, or Refusal
     (disk-full, or superseded where another start of the run has begun since this epoch)."""
-    require_current(_ledger_path(path), epoch)
+    fence_stale_epoch(_ledger_path(path), epoch)
     # No parents: a run's folder that was deleted is not made again.
     path.parent.mkdir(exist_ok=True)
     clean_up(path.parent)
@@ -161,7 +161,7 @@ def commit(path: Path, ranks: Iterable[int], progress: TrainerState) -> int:
                 slices = tensors[name].slices + slices
             tensors[name] = GlobalTensor(shape=tensor.shape, slices=slices)
         listed.unlink()
-    require_current(_ledger_path(path), progress.epoch)
+    fence_stale_epoch(_ledger_path(path), progress.epoch)
     checksum = checksum_of(progress, tensors)
     save(Manifest(progress=progress, tensors=tensors, checksum=checksum), folder / MANIFEST)
     fsync_path(folder)

@@ -40,7 +40,7 @@ class Forged(Unexpected):
     """What came is not signed by a worker of this run, or is not whole."""
 
 
-def sign(secret: bytes, *parts: bytes) -> bytes:
+def hmac_sign(secret: bytes, *parts: bytes) -> bytes:
     """Return 32 bytes that only a holder of the secret can make for these parts (HMAC-SHA256, RFC
     2104)."""
     content = bytearray()
@@ -76,7 +76,7 @@ class SealedStream:
             theirs = _read_exactly(stream, NONCE)
             ours = os.urandom(NONCE)
             line = f"{question}\n".encode()
-            signature = sign(secret, b"ask", theirs, ours, line)
+            signature = hmac_sign(secret, b"ask", theirs, ours, line)
             connection.sendall(ours + signature + line)
             if _read_exactly(stream, 1) != ACCEPTED:
                 raise Forged("the server does not take it")
@@ -84,8 +84,8 @@ class SealedStream:
             stream.close()
             connection.close()
             raise
-        key = sign(secret, b"answer", theirs, ours, line)
-        return cls(connection, stream, send_key=key, receive_key=sign(secret, b"reply", key))
+        key = hmac_sign(secret, b"answer", theirs, ours, line)
+        return cls(connection, stream, send_key=key, receive_key=hmac_sign(secret, b"reply", key))
 
     @classmethod
     def take(cls, connection: socket.socket, secret: bytes) -> tuple[str, SealedStream]:
@@ -99,14 +99,14 @@ class SealedStream:
             theirs = _read_exactly(stream, NONCE)
             signature = _read_exactly(stream, SIGNATURE)
             line = stream.readline(200)
-            if not hmac.compare_digest(signature, sign(secret, b"ask", ours, theirs, line)):
+            if not hmac.compare_digest(signature, hmac_sign(secret, b"ask", ours, theirs, line)):
                 raise Forged("what was asked for is not signed with this run's secret")
             connection.sendall(ACCEPTED)
         except BaseException:
             stream.close()
             raise
-        key = sign(secret, b"answer", ours, theirs, line)
-        ends = cls(connection, stream, send_key=sign(secret, b"reply", key), receive_key=key)
+        key = hmac_sign(secret, b"answer", ours, theirs, line)
+        ends = cls(connection, stream, send_key=hmac_sign(secret, b"reply", key), receive_key=key)
         return line.decode(errors="replace").strip(), ends
 
     def write(self, content: bytes) -> int:
@@ -120,7 +120,7 @@ class SealedStream:
 
     def _send_piece(self, piece: bytes) -> None:
         length = len(piece)
-        signature = sign(self._send_key, b"%d" % self._sent_pieces, piece)
+        signature = hmac_sign(self._send_key, b"%d" % self._sent_pieces, piece)
         self.connection.sendall(length.to_bytes(FRAME_LENGTH_BYTES, "big") + signature + piece)
         self.sent += length
         self._sent_pieces += 1
@@ -147,7 +147,7 @@ class SealedStream:
         signature = _read_exactly(self._stream, SIGNATURE)
         piece = _read_exactly(self._stream, length)
         count = self._received_pieces
-        expected = sign(self._receive_key, b"%d" % count, piece)
+        expected = hmac_sign(self._receive_key, b"%d" % count, piece)
         if not hmac.compare_digest(signature, expected):
             raise Forged(f"piece {count} is not signed with this run's secret")
         self._received_pieces += 1

@@ -58,7 +58,7 @@ def shuffle_index(index: Indices, size: int, seed: int, epoch: int) -> Indices:
 
 
 @dataclass(frozen=True)
-class TokenWindows:
+class PackedWindows:
     """The windows of one token file: `tokens` (N,) any integer dtype, `seq_len` inputs each."""
 
     tokens: Tokens
@@ -93,7 +93,7 @@ class TokenWindows:
 
 
 @dataclass(frozen=True)
-class ReshuffledWindows(TokenWindows):
+class ReshuffledWindows(PackedWindows):
     """The windows of epoch after epoch, numbered on: of each later one the documents, which begin
     and end at `offsets`, follow one another in a seeded order."""
 

@@ -330,7 +330,7 @@ class Trainer:
             limit=train.step_limit,
             total=state.steps,
         )
-        if self._check_finite(step, loss, norm, outcome):
+        if self._check_finite_adjust_loss_scale(step, loss, norm, outcome):
             self._refuse_stray(step, outcome)
             divisor = state.loss_scale * clip_divisor(norm, train.optimizer.clip)
             updates = step + 1 - state.skipped
@@ -357,7 +357,9 @@ class Trainer:
     # -- what can go wrong
     #   -----------------------------------------------------------------------------------------
 
-    def _check_finite(self, step: int, loss: float, norm: float, outcome: Outcome) -> bool:
+    def _check_finite_adjust_loss_scale(
+        self, step: int, loss: float, norm: float, outcome: Outcome
+    ) -> bool:
         """Return whether to update. An fp16 overflow skips the update and halves the scale.
 
         Raises Refusal (non-finite) for anything else that is not finite.

@@ -14,7 +14,7 @@ from farspan.runtime.comm.worker_group import Group
 from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.state.train_state import TrainState
-from farspan.runtime.training.sample_order import TokenWindows
+from farspan.runtime.training.sample_order import PackedWindows
 
 
 @dataclass
@@ -26,8 +26,8 @@ class Worker:
     group: Group
     executor: Executor
     manifest: CorpusManifest
-    train: TokenWindows
-    val: TokenWindows
+    train: PackedWindows
+    val: PackedWindows
     emit: Callable[[Event], None]
     clock: Callable[[], float]
     #: Tokens that samples of a finished run begin with.
