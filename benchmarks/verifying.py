@@ -33,7 +33,7 @@ from farspan.domain.plan import Plan
 from farspan.domain.run import RunFolder, RunRecord, source_commit
 from farspan.domain.struct_files import load, save
 from farspan.runtime.model.decoder import Decoder, initial_parameters
-from farspan.runtime.training.sample_order import SampleOrder, PackedWindows
+from farspan.runtime.training.sample_order import PackedWindows, SampleOrder
 
 RESULTS = Path(__file__).parent / "results" / "verifying.json"
 #: Steps of the model whose CPU seconds are taken; the least counts.

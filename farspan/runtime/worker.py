@@ -64,7 +64,7 @@ from farspan.runtime.model.generate import generate
 from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.stop_and_preemption import Launcher, StopRequests
 from farspan.runtime.training.events import EventLog
-from farspan.runtime.training.sample_order import ReshuffledWindows, PackedWindows
+from farspan.runtime.training.sample_order import PackedWindows, ReshuffledWindows
 from farspan.runtime.training.trainer import Trainer
 from farspan.runtime.training.worker_parts import Worker
 

@@ -27,7 +27,7 @@ from farspan.launch.workers import SupervisorState
 from farspan.report.history import follow_events
 from farspan.runtime.checkpoint.manifest import TrainerState
 from farspan.runtime.comm.topology import Topology
-from farspan.runtime.training.sample_order import SampleOrder, PackedWindows
+from farspan.runtime.training.sample_order import PackedWindows, SampleOrder
 from farspan.semantics.identity import training_key
 from tests import tiny
 from tests.app.supervised import Watched, made

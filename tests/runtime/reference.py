@@ -29,9 +29,9 @@ from farspan.domain.train import Schedule, TrainSpec
 from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.model.dropout import Dropout
 from farspan.runtime.training.sample_order import (
+    PackedWindows,
     ReshuffledWindows,
     SampleOrder,
-    PackedWindows,
     dropout_seeds,
     mask,
 )

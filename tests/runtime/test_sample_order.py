@@ -13,9 +13,9 @@ from farspan.domain.train import TrainSpec
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.model.dropout import Dropout
 from farspan.runtime.training.sample_order import (
+    PackedWindows,
     ReshuffledWindows,
     SampleOrder,
-    PackedWindows,
     dropout_seeds,
     mask,
     shuffle_index,

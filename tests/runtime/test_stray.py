@@ -13,7 +13,7 @@ from farspan.domain.train import Optimizer, Schedule, TrainSpec
 from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.training.loss_outlier import FIRST_STEPS, PATIENCE, LossOutliers
-from farspan.runtime.training.sample_order import SampleOrder, PackedWindows
+from farspan.runtime.training.sample_order import PackedWindows, SampleOrder
 from tests import tiny
 
 SEQ_LEN = 32

@@ -37,7 +37,7 @@ from farspan.runtime.checkpoint.manifest import Corrupt, TrainerState
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.model.decoder import Decoder, initial_parameters, initialize_model
 from farspan.runtime.parallel.executor import Outcome
-from farspan.runtime.training.sample_order import SampleOrder, PackedWindows
+from farspan.runtime.training.sample_order import PackedWindows, SampleOrder
 from farspan.runtime.worker import as_problem, leave_group, write_problem_file
 from farspan.semantics.identity import training_key
 from farspan.semantics.lr_schedule import learning_rate

@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 from farspan import models
-from farspan.domain.epoch_fence import readable_ledger, fence_stale_epoch
+from farspan.domain.epoch_fence import fence_stale_epoch, readable_ledger
 from farspan.domain.model import count_parameters
 from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan
