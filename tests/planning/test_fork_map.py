@@ -22,7 +22,7 @@ from farspan.domain.train import TrainSpec
 from farspan.planning import rank_plans as ranking
 from farspan.planning.fork_map import side_by_side
 from farspan.planning.plan_question import model_of
-from tests.planning.test_select import ENGINE
+from tests.planning.test_select_by_trials import ENGINE
 from tests.planning.worlds import FAST, SLOW, cluster
 from tests.waiting import wait_for
 

@@ -7,7 +7,7 @@ import pytest
 from farspan.domain.trial import Trial
 from farspan.semantics.identity import plan_key
 from farspan_studies.papers.algorithm1 import Decision, Speeds, algorithm1, choose
-from tests.planning.test_select import asked
+from tests.planning.test_select_by_trials import asked
 from tests.planning.worlds import FAST, cluster
 
 BOTH = 0
