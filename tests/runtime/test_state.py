@@ -10,6 +10,7 @@ from torch import nn
 from farspan.domain.train import Optimizer, Schedule
 from farspan.models import preset, presets
 from farspan.runtime.model.decoder import Decoder
+from farspan.runtime.state import train_state
 from farspan.runtime.state.train_state import TrainState
 from farspan.runtime.state.zero_buckets import ZeroDivision, divide_buckets, weight_decay_segment
 from farspan.semantics.lr_schedule import learning_rate
@@ -20,7 +21,19 @@ def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3))
 
 
-def test_updates_equal_torch_adamw_with_decay_on_matrices_only():
+@pytest.mark.parametrize("ignoring", [frozenset(), frozenset({"cpu"})])
+def test_updates_equal_torch_adamw_with_decay_on_matrices_only(monkeypatch, ignoring):
+    """Clipped by the fused update, and before it where that ignores the scale, as on Apple's
+    GPUs."""
+    scales = []
+    fused = torch._fused_adamw_
+
+    def noting(*tensors, grad_scale, **options):
+        scales.append(grad_scale)
+        return fused(*tensors, grad_scale=grad_scale, **options)
+
+    monkeypatch.setattr(torch, "_fused_adamw_", noting)
+    monkeypatch.setattr(train_state, "IGNORES_GRAD_SCALE", ignoring)
     ours = _model()
     reference = _model()
     optimizer = Optimizer(lr=1e-2, weight_decay=0.3, beta1=0.8, beta2=0.9)
@@ -46,6 +59,7 @@ def test_updates_equal_torch_adamw_with_decay_on_matrices_only():
         adamw.zero_grad()
         for mine, theirs in zip(ours.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    assert all((scale is None) == bool(ignoring) for scale in scales)
     with pytest.raises(
         RuntimeError, match="got no gradient"
     ):  # Nor would the last step's be used again.

@@ -30,6 +30,9 @@ WORKING_DTYPES: dict[Precision, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+#: Backends whose fused AdamW ignores `grad_scale`, by which alone gradients are clipped and fp16's
+#: scale is taken off: Apple's GPUs until pytorch#186360.
+IGNORES_GRAD_SCALE = frozenset({"mps"})
 
 
 class TrainState:
@@ -314,6 +317,10 @@ class TrainState:
                     squares.append(self.exp_avg_sq[b][part])
             if not masters:
                 continue
+            grad_scale: Tensor | None = divisor
+            if self.device.type in IGNORES_GRAD_SCALE:
+                torch._foreach_div_(grads, divisor)
+                grad_scale = None
             torch._fused_adamw_(
                 masters,
                 grads,
@@ -328,7 +335,7 @@ class TrainState:
                 weight_decay=decay,
                 eps=optimizer.eps,
                 maximize=False,
-                grad_scale=divisor,
+                grad_scale=grad_scale,
                 found_inf=None,
             )
 
