@@ -21,9 +21,7 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def side_by_side(
-    work: Callable[[T], R], items: Sequence[T], processes: int, kind: type[R]
-) -> list[R]:
+def fork_map(work: Callable[[T], R], items: Sequence[T], processes: int, kind: type[R]) -> list[R]:
     """Return the results of `work` on the items, of this kind, in their order, by these processes;
     a free one takes the next.
 

@@ -19,7 +19,7 @@ from farspan.estimate.estimate_plan import price
 from farspan.estimate.scaling_law import scaling_law_loss
 from farspan.planning.candidate import Candidate, Refused
 from farspan.planning.cluster_parts import ClusterPart, all_parts, whole_cluster
-from farspan.planning.fork_map import count_cores, side_by_side
+from farspan.planning.fork_map import count_cores, fork_map
 from farspan.planning.ranking import Ranking
 from farspan.techniques import Task
 
@@ -64,7 +64,7 @@ def rank_plans(
     tried_parts = all_parts(cluster) if parts else [whole_cluster(cluster)]
     priced: list[Candidate] = []
     refused: list[Refused] = []
-    for answers in side_by_side(plan_on, tried_parts, processes, _Answers):
+    for answers in fork_map(plan_on, tried_parts, processes, _Answers):
         priced += answers.priced
         refused += answers.refused
 

@@ -20,7 +20,7 @@ import pytest
 
 from farspan.domain.train import TrainSpec
 from farspan.planning import rank_plans as ranking
-from farspan.planning.fork_map import side_by_side
+from farspan.planning.fork_map import fork_map
 from farspan.planning.plan_question import model_of
 from tests.planning.test_select_by_trials import ENGINE
 from tests.planning.worlds import FAST, SLOW, cluster
@@ -37,7 +37,7 @@ def each_item_once_and_answers_in_order() -> None:
         wait_for(lambda: len(list(folder.glob("process-*"))) == 3, "three processes at work")
         return item * item, os.getpid()
 
-    found = side_by_side(work, range(40), 3, tuple[int, int])
+    found = fork_map(work, range(40), 3, tuple[int, int])
     assert [square for square, _ in found] == [item * item for item in range(40)]
     assert len({pid for _, pid in found}) == 3 and os.getpid() in {pid for _, pid in found}
     with pytest.raises(ChildProcessError):
@@ -53,7 +53,7 @@ def what_a_killed_fork_leaves_undone_is_done_here() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return item
 
-    assert side_by_side(work, range(30), 2, int) == list(range(30))
+    assert fork_map(work, range(30), 2, int) == list(range(30))
 
 
 def an_error_is_this_processes_own() -> None:
@@ -63,7 +63,7 @@ def an_error_is_this_processes_own() -> None:
         return item
 
     with pytest.raises(ValueError, match="seven"):
-        side_by_side(work, range(10), 2, int)
+        fork_map(work, range(10), 2, int)
 
 
 def beside_other_threads_nothing_is_forked() -> None:
@@ -71,7 +71,7 @@ def beside_other_threads_nothing_is_forked() -> None:
     other = threading.Thread(target=done.wait)
     other.start()
     try:
-        assert set(side_by_side(lambda item: os.getpid(), range(8), 4, int)) == {os.getpid()}
+        assert set(fork_map(lambda item: os.getpid(), range(8), 4, int)) == {os.getpid()}
     finally:
         done.set()
         other.join()
@@ -99,7 +99,7 @@ CASES = (
 
 @pytest.mark.parametrize("case", [case.__name__ for case in CASES])
 def test_in_a_process_of_its_own(case: str) -> None:
-    words = [sys.executable, "-m", "tests.planning.test_side_by_side", case]
+    words = [sys.executable, "-m", "tests.planning.test_fork_map", case]
     done = subprocess.run(
         words, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60
     )
@@ -110,9 +110,9 @@ if __name__ == "__main__":
     globals()[sys.argv[1]]()
 
 
-def test_side_by_side_results_have_one_type_whichever_process_computed_them():
+def test_fork_map_results_have_one_type_whichever_process_computed_them():
     """A whole number in a field of fractions is a fraction in every process."""
     for processes in (1, 2):
         assert {
-            type(made) for made in side_by_side(lambda item: item, [1, 2, 3], processes, float)
+            type(made) for made in fork_map(lambda item: item, [1, 2, 3], processes, float)
         } == {float}
