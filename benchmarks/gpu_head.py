@@ -1,7 +1,8 @@
 """HeadCrossEntropy alone, forward and backward: 16 x 1,024 tokens and GPT-2's vocabulary in bf16.
 
-As farspan runs it (padded to a multiple of 64 on CUDA), without the padding, with larger chunks,
-and beside PyTorch's linear layer and cross-entropy on all logits at once.
+As farspan runs it (padded to a multiple of 64 on CUDA, the loss compiled), with other chunks, by
+PyTorch's operators, without the padding, and beside PyTorch's linear layer and cross-entropy on all
+logits at once.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import torch.nn.functional as F
 from gpu_stage import Context, median_s, peak_bytes, profile_row
 
 from farspan.runtime.model import kernels
+from farspan.runtime.model.fused_loss import choose_loss
 
 #: Tokens whose loss is compared with one in float64.
 EXACT_TOKENS = 512
 #: Rows of a chunk beside farspan's own number.
-CHUNK_ROWS = (1024, 2048, 4096)
+CHUNK_ROWS = (1024, 2048, 8192)
 
 
 def measure(context: Context) -> None:
@@ -27,11 +29,12 @@ def measure(context: Context) -> None:
     for d_model in (32,) if context.dry else (768, 1024):
         data = Data(context, tokens, d_model, vocabulary)
         time_head(context, data, "farspan", data.farspan)
-        with mock.patch.object(kernels, "_pad_vocabulary", lambda V, device: V):
-            time_head(context, data, "farspan unpadded", data.farspan)
         for rows in (16,) if context.dry else CHUNK_ROWS:
-            with mock.patch.object(kernels, "LOGITS_CHUNK_BYTES", rows * vocabulary * 2):
+            with mock.patch.object(kernels, "fused_logits_rows", lambda *given, rows=rows: rows):
                 time_head(context, data, f"farspan, chunks of {rows}", data.farspan)
+        time_head(context, data, "farspan by operators", data.operators)
+        with mock.patch.object(kernels, "_pad_vocabulary", lambda V, device: V):
+            time_head(context, data, "farspan by operators, unpadded", data.operators)
         time_head(context, data, "pytorch", data.pytorch)
         profile_row(context, f"head, d_model {d_model}", data.step(data.farspan))
 
@@ -46,8 +49,14 @@ class Data:
         weight = torch.randn(vocabulary, d_model, **where) * d_model**-0.5
         self.weight_VD = weight.bfloat16().requires_grad_()
         self.targets_N = torch.randint(vocabulary, (tokens,), **where)
+        self.fused_loss, warning = choose_loss(context.device)
+        if warning:
+            context.row({"warning": warning}, warning)
 
     def farspan(self, x_ND: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+        return kernels.head_cross_entropy(x_ND, self.weight_VD, targets_N, None, self.fused_loss)
+
+    def operators(self, x_ND: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
         return kernels.head_cross_entropy(x_ND, self.weight_VD, targets_N)
 
     def pytorch(self, x_ND: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:

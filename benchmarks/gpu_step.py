@@ -11,6 +11,7 @@ from farspan.domain.plan import GradSync, Inputs, Mesh, Plan, PlannedDevice, Rep
 from farspan.domain.train import TrainSpec
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.model.decoder import initial_parameters
+from farspan.runtime.model.kernel_selection import select_kernels
 from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.parallel.pipeline import Batch
 from farspan.runtime.worker import compile_blocks
@@ -62,6 +63,7 @@ def farspan_step(spec: ModelSpec, train: TrainSpec, device: torch.device) -> Cal
     executor.load_parameters(initial_parameters(spec, 0))
     if train.compile:
         compile_blocks(executor.model, device)
+    select_kernels(executor.model, device, executor.state.dtype)
     data = random_batch(spec, train.batch, device)
     tokens = data.inputs.cpu().numpy()
     scale = 1 / (train.batch * spec.context)

@@ -7,11 +7,13 @@ operator of the graph keeps; state as in ZeRO (arXiv 1910.02054).
 
 from __future__ import annotations
 
+import math
+
 from farspan.domain.engine import Engine
 from farspan.domain.graph import Operator, OpGraph
 from farspan.domain.plan import Mesh
 from farspan.domain.train import TrainSpec
-from farspan.semantics.kernel_choice import BYTES, scored_keys
+from farspan.semantics.kernel_choice import BYTES, fused_logits_rows, scored_keys
 from farspan.semantics.muon_matrices import NO_MATRICES, OwnedMatrices, by_shape
 from farspan.semantics.tensor_sharding import RESIDUAL, weight_share
 
@@ -112,17 +114,24 @@ def logits_bytes(
     train: TrainSpec,
     micro_rows: int,
     engine: Engine,
+    backend: str = "cpu",
     share: float = 1.0,
     head_share: float = 1.0,
+    memory: float = math.inf,
 ) -> float:
     """Return the loss: logits of one chunk with their fp32 softmax, a device having a share;
-    and the head's gradient with its running sum, for its part of the head."""
+    and the head's gradient with its running sum, for its part of the head. On a GPU with `memory`
+    bytes the loss of a whole vocabulary may be one kernel, with larger chunks of logits alone."""
     width = BYTES[train.precision]
     whole = graph.size("bsv", b=micro_rows, s=train.seq_len) * width * share
-    chunk = whole if engine.logits_chunk is None else min(whole, engine.logits_chunk)
-    return chunk * (1 + 4 // width) + (
-        2 * 4 * graph.size("vd") * head_share if engine.logits_chunk is not None else 0.0
-    )
+    if engine.logits_chunk is None:
+        return whole * (1 + 4 // width)
+    chunk = min(whole, engine.logits_chunk) * (1 + 4 // width)
+    if backend == "cuda" and head_share == 1.0:
+        vocabulary = graph.sizes["v"]
+        rows = fused_logits_rows(vocabulary, width, memory)
+        chunk = max(chunk, min(whole, rows * vocabulary * width))
+    return chunk + 2 * 4 * graph.size("vd") * head_share
 
 
 def communicators(mesh: Mesh, piped: bool, devices: int) -> int:

@@ -530,7 +530,13 @@ class Costs:
             # keeps its own.
             kept += (depth - 1) * self.width * self.graph.size("vd") * shares[1]
         buffers, buckets = self._buffers(stage, depth * rows if piped else 0)
-        logits = logits_bytes(self.graph, train, rows, engine, *shares) if head else 0.0
+        logits = (
+            logits_bytes(
+                self.graph, train, rows, engine, device.backend, *shares, memory=device.memory
+            )
+            if head
+            else 0.0
+        )
         # When weights are updated no activations are there.
         buffers = max(buffers, updating_bytes(matrices) - kept - logits)
         lost = (engine.overhead - 1) * (weights + gradients + optimizer)

@@ -42,6 +42,7 @@ from farspan.runtime.device import (
     synchronize_device,
 )
 from farspan.runtime.model.decoder import Decoder, initial_parameters
+from farspan.runtime.model.kernel_selection import select_kernels
 from farspan.runtime.probing.rates import measure_allreduce, measure_device_rates
 from farspan.runtime.probing.unit_timing import unit_times
 from farspan.runtime.state.train_state import WORKING_DTYPES, TrainState
@@ -106,6 +107,7 @@ def _step_times(request: MeasureQuery, precision: Precision, device: torch.devic
     with torch.device("meta"):
         model = Decoder(request.model, attention=train.attention, recompute=train.recompute)
     state = TrainState(model, precision, device)
+    select_kernels(model, device, state.dtype)
     state.load_parameters(initial_parameters(request.model, train.seed))
     generator = torch.Generator().manual_seed(train.seed)
     shape = train.batch, train.seq_len + 1

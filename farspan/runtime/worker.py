@@ -61,6 +61,7 @@ from farspan.runtime.device import apply_lab_limits, environment, memory_is_full
 from farspan.runtime.model import huggingface
 from farspan.runtime.model.decoder import Decoder, initial_parameters
 from farspan.runtime.model.generate import generate
+from farspan.runtime.model.kernel_selection import select_kernels
 from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.stop_and_preemption import Launcher, StopRequests
 from farspan.runtime.training.events import EventLog
@@ -106,6 +107,9 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
         executor.begin_run()
     if plan.train.compile:
         compile_blocks(executor.model, group.device)
+    warning = select_kernels(executor.model, group.device, executor.state.dtype)
+    if warning:
+        emit(Warned(at=time.time(), message=warning))
     return worker
 
 

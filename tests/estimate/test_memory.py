@@ -151,11 +151,24 @@ def test_logits_whole_and_in_chunks():
     # fp32 logits and their softmax; in bf16 the softmax is twice as wide.
     assert logits_bytes(graph, train(), 2, plain()) == 2 * S * V * (4 + 4)
     assert logits_bytes(graph, train(precision="bf16"), 2, plain()) == 2 * S * V * (2 + 4)
-    assert logits_bytes(graph, train(), 2, plain(), 0.5) == 2 * S * V * 4
+    assert logits_bytes(graph, train(), 2, plain(), share=0.5) == 2 * S * V * 4
     # In chunks the head's gradient and its fp32 sum are there beside them.
     chunked = plain(logits_chunk=1000)
     assert logits_bytes(graph, train(), 2, chunked) == 1000 * 2 + 2 * 4 * V * D
     assert logits_bytes(graph, train(), 0, chunked) == 2 * 4 * V * D
+
+
+def test_logits_of_a_compiled_loss_on_a_gpu_are_larger_chunks_within_a_share_of_its_memory():
+    graph = models.graph(TIED)
+    given = (graph, train(precision="bf16"), 2000, plain(logits_chunk=1000), "cuda")
+    gradient = 2 * 4 * V * D
+    # 4,096 rows where they fit into 1/32 of the memory, in multiples of 256.
+    assert logits_bytes(*given) == 4096 * V * 2 + gradient
+    assert logits_bytes(*given, memory=32 * 1000 * V * 2) == 768 * V * 2 + gradient
+    # No more than there are, and not where the vocabulary is divided.
+    few = (graph, train(precision="bf16"), 2, plain(logits_chunk=10), "cuda")
+    assert logits_bytes(*few) == max(2 * S * V * 2, 10 * 3) + gradient
+    assert logits_bytes(*given, head_share=0.5) == 1000 * 3 + gradient / 2
 
 
 def test_microbatches_in_flight_hold_activations_and_buffers():

@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farspan.domain.model import ModelSpec
+from farspan.runtime.model.attention_policy import DEFAULT_POLICY
 from farspan.runtime.model.dropout import Dropout
+from farspan.runtime.model.fused_loss import FusedLoss
 from farspan.runtime.model.kernels import (
     LogitsCrossEntropy,
     causal_attention,
@@ -106,6 +108,8 @@ class Attention(nn.Module):
         self.qkv = Linear(spec.d_model, rows, bias=spec.bias)
         self.out = _make_residual_writer("attn.out", spec.d_model, spec, layouts)
         self.vanilla = vanilla
+        #: Which of PyTorch's kernels computes it.
+        self.policy = DEFAULT_POLICY
         self.layouts = layouts
 
     def forward(self, x_BSD: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -118,8 +122,11 @@ class Attention(nn.Module):
         if rotation is not None:
             q = apply_rotary(q, *rotation)
             k = apply_rotary(k, *rotation)
-        attend = vanilla_attention if self.vanilla else causal_attention
-        y_BSD = attend(q, k, v).transpose(1, 2).reshape(B, S, -1)
+        if self.vanilla:
+            y_BHSE = vanilla_attention(q, k, v)
+        else:
+            y_BHSE = causal_attention(q, k, v, self.policy)
+        y_BSD = y_BHSE.transpose(1, 2).reshape(B, S, -1)
         return self.out(layouts.convert_between(y_BSD, "attn", "attn.out"))
 
 
@@ -230,13 +237,15 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec = spec
         self.recompute = recompute
+        #: What computes the loss of a chunk of logits, where that is compiled.
+        self.fused_loss: FusedLoss | None = None
         self.units = first, last = (0, spec.layers + 2) if units is None else units
         self.layouts = layouts = Layouts(spec, self.units, axis)
         #: The parts of parameters that are here; and the parameters whose gradients the axis must
         #: sum once a step.
         self.slices = layouts.slices
         self.partial = layouts.partial
-        ends = last == spec.layers + 2
+        ends = self.has_head
         if first == 0 or (ends and spec.tied):
             rows = spec.vocab_size // layouts.table_shards(TABLE)
             self.tok = TokenEmbedding(rows, spec.d_model)
@@ -252,6 +261,10 @@ class Decoder(nn.Module):
             if not spec.tied:
                 rows = spec.vocab_size // layouts.table_shards("head.weight")
                 self.head = Linear(spec.d_model, rows, bias=False)
+
+    @property
+    def has_head(self) -> bool:
+        return self.units[1] == self.spec.layers + 2
 
     @property
     def head_VD(self) -> Tensor:
@@ -340,7 +353,9 @@ class Decoder(nn.Module):
         targets_N = layouts.convert_between(targets_BS, TOKENS, "loss").flatten()
         shard = layouts.vocabulary_shard("loss")
         if layouts.operator_split("head") == layouts.operator_split("loss"):
-            loss = head_cross_entropy(x_BSD.flatten(0, 1), self.head_VD, targets_N, shard)
+            loss = head_cross_entropy(
+                x_BSD.flatten(0, 1), self.head_VD, targets_N, shard, self.fused_loss
+            )
         else:
             logits_BSV = layouts.convert_between(F.linear(x_BSD, self.head_VD), "head", "loss")
             loss = LogitsCrossEntropy.apply(logits_BSV.flatten(0, 1), targets_N, shard)
@@ -348,7 +363,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def row_losses(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
-        """Return the losses of `summed_loss`, summed over each row alone (B,), without a gradient."""
+        """Return `summed_loss` for each row alone (B,), without a gradient."""
         layouts = self.layouts
         x_BSD = self._normalize(x_BSD)
         targets_here = layouts.convert_between(targets_BS, TOKENS, "loss")

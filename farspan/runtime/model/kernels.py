@@ -11,12 +11,21 @@ import functools
 import math
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import cross_entropy
 
-from farspan.semantics.kernel_choice import LOGITS_CHUNK_BYTES, keeps_scores, query_blocks
+from farspan.runtime.model.attention_policy import DEFAULT_POLICY, AttentionPolicy
+from farspan.runtime.model.fused_loss import FusedLoss
+from farspan.semantics.kernel_choice import (
+    LOGITS_CHUNK_BYTES,
+    fused_logits_rows,
+    keeps_scores,
+    query_blocks,
+)
 
 
 @functools.lru_cache(maxsize=8)
@@ -93,15 +102,26 @@ def _add_product(whole: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     return whole
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, policy: AttentionPolicy = DEFAULT_POLICY
+) -> Tensor:
     """q (B, H, S, E), k and v (B, K, S, E) -> (B, H, S, E), by the fastest exact path for the
     device and length."""
     if keeps_scores(q.shape[2], q.element_size(), q.device.type):
         return MatrixAttention.apply(q, k, v)
-    grouped = q.shape[1] != k.shape[1]
-    return torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, enable_gqa=grouped
+    query_heads = q.shape[1] // k.shape[1]
+    if query_heads > 1 and policy.repeats_keys:
+        k = k.repeat_interleave(query_heads, dim=1)
+        v = v.repeat_interleave(query_heads, dim=1)
+    attend = functools.partial(
+        torch.nn.functional.scaled_dot_product_attention,
+        is_causal=True,
+        enable_gqa=q.shape[1] != k.shape[1],
     )
+    if not policy.backends:
+        return attend(q, k, v)
+    with sdpa_kernel(list(policy.backends), set_priority=True):
+        return attend(q, k, v)
 
 
 class VocabularyShard(NamedTuple):
@@ -128,20 +148,26 @@ class HeadCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, shard: VocabularyShard | None
+        ctx: Any,
+        x_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        shard: VocabularyShard | None,
+        fused_loss: FusedLoss | None,
     ) -> Tensor:
+        needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        if fused_loss is not None and shard is None:
+            loss, kept = _fused_head(x_ND, weight_VD, targets_N, fused_loss, needs_grad=needs_grad)
+            ctx.save_for_backward(*kept)
+            return loss
         N = x_ND.shape[0]
         V = weight_VD.shape[0]
         rows = max(1, min(N, LOGITS_CHUNK_BYTES // (V * x_ND.element_size())))
         loss = torch.zeros((), dtype=_sum_dtype(x_ND.dtype), device=x_ND.device)
-        needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         dx_ND = torch.empty_like(x_ND) if needs_grad else x_ND
         dw_VD = weight_VD
-        aligned = weight_VD
-        width = V if shard is not None else _pad_vocabulary(V, x_ND.device)
-        if width > V:
-            aligned = weight_VD.new_zeros(width, weight_VD.shape[1])
-            aligned[:V] = weight_VD
+        aligned = weight_VD if shard is not None else _pad_head(weight_VD)
+        width = len(aligned)
         logits = torch.empty(rows, width, dtype=x_ND.dtype, device=x_ND.device)
         for start in range(0, N, rows):
             chunk_rows = slice(start, start + rows)
@@ -164,13 +190,71 @@ class HeadCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         dx_ND, dw_VD = ctx.saved_tensors
-        scale = gradients[0]
         # In place: a step goes backward once.
-        dx_ND.mul_(scale.to(dx_ND.dtype))
-        dw_VD.mul_(scale.to(dw_VD.dtype))
-        return dx_ND, dw_VD, None, None
+        torch._foreach_mul_((dx_ND, dw_VD), gradients[0].to(dx_ND.dtype))
+        return dx_ND, dw_VD, None, None, None
+
+
+def _fused_head(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, fused_loss: FusedLoss, *, needs_grad: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return the loss of HeadCrossEntropy by chunks of a compiled loss, and the gradients of x and
+    weight, in their dtype, where they are needed."""
+    N = x_ND.shape[0]
+    V = weight_VD.shape[0]
+    sum_dtype = _sum_dtype(x_ND.dtype)
+    aligned_WD = _pad_head(weight_VD)
+    memory = _device_memory(x_ND.device)
+    rows = min(N, fused_logits_rows(len(aligned_WD), x_ND.element_size(), memory))
+    logits = torch.empty(rows, len(aligned_WD), dtype=x_ND.dtype, device=x_ND.device)
+    losses = []
+    dx_ND = torch.empty_like(x_ND)
+    dw_WD: Tensor | None = None
+    for start in range(0, N, rows):
+        chunk_rows = slice(start, start + rows)
+        x = x_ND[chunk_rows]
+        chunk = torch.mm(x, aligned_WD.t(), out=logits[: len(x)])
+        losses.append(fused_loss(chunk, targets_N[chunk_rows], V))
+        if needs_grad:
+            torch.mm(chunk, aligned_WD, out=dx_ND[chunk_rows])
+            dw_WD = _accumulate_product(dw_WD, chunk.t(), x, sum_dtype)
+    loss = torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+    if dw_WD is None:
+        return loss, ()
+    return loss, (dx_ND, dw_WD[:V].to(weight_VD.dtype))
+
+
+def _accumulate_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `total + a @ b` in `dtype`; on a GPU the product itself adds."""
+    if a.dtype == dtype:
+        return torch.mm(a, b) if total is None else total.addmm_(a, b)
+    if a.device.type == "cpu":
+        part = torch.mm(a, b).to(dtype)
+        return part if total is None else total.add_(part)
+    if total is None:
+        return torch.mm(a, b, out_dtype=dtype)
+    return torch.addmm(total, a, b, out_dtype=dtype)
+
+
+@functools.cache
+def _device_memory(device: torch.device) -> int:
+    """Return the bytes of a device's memory, of those without one of their own this machine's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return psutil.virtual_memory().total
+
+
+def _pad_head(weight_VD: Tensor) -> Tensor:
+    """Return the head with rows of zeros behind its own, as it is multiplied."""
+    V, D = weight_VD.shape
+    width = _pad_vocabulary(V, weight_VD.device)
+    if width == V:
+        return weight_VD
+    aligned_WD = weight_VD.new_zeros(width, D)
+    aligned_WD[:V] = weight_VD
+    return aligned_WD
 
 
 def _pad_vocabulary(V: int, device: torch.device) -> int:
@@ -279,15 +363,19 @@ def _sharded_sums(
 
 
 def head_cross_entropy(
-    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, shard: VocabularyShard | None = None
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    shard: VocabularyShard | None = None,
+    fused_loss: FusedLoss | None = None,
 ) -> Tensor:
     """Return the summed cross-entropy in nats (fp32 scalar) of `x @ weight.T` against targets; -1
-    marks targets to skip."""
+    marks targets to skip. `fused_loss` computes a chunk where the vocabulary is whole."""
     # A Function does not know that gradients are off: it would make them all the same.
     if not torch.is_grad_enabled():
         x_ND = x_ND.detach()
         weight_VD = weight_VD.detach()
-    return HeadCrossEntropy.apply(x_ND, weight_VD, targets_N, shard)
+    return HeadCrossEntropy.apply(x_ND, weight_VD, targets_N, shard, fused_loss)
 
 
 @torch.no_grad()
@@ -296,11 +384,14 @@ def head_cross_entropies(
 ) -> Tensor:
     """Return each target's cross-entropy in nats (N,), fp32, of `x @ weight.T`; 0 where it is -1.
     No gradient follows."""
-    rows = max(1, LOGITS_CHUNK_BYTES // (weight_VD.shape[0] * x_ND.element_size()))
+    V = weight_VD.shape[0]
+    rows = max(1, LOGITS_CHUNK_BYTES // (V * x_ND.element_size()))
+    # As wide as in training: cuBLAS has its fast products for that alone.
+    aligned = weight_VD if shard is not None else _pad_head(weight_VD)
     losses = []
     for x, targets in zip(x_ND.split(rows), targets_N.split(rows), strict=True):
         # Without a name, so that one chunk of logits at a time is in memory.
-        losses.append(logits_cross_entropies(torch.mm(x, weight_VD.t()), targets, shard))
+        losses.append(logits_cross_entropies(torch.mm(x, aligned.t())[:, :V], targets, shard))
     return torch.cat(losses)
 
 

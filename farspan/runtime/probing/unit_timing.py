@@ -19,6 +19,7 @@ from farspan.domain.train import TrainSpec
 from farspan.estimate.memory import kept_per_row, logits_bytes
 from farspan.runtime.device import free_memory, memory_is_full, release_memory, synchronize_device
 from farspan.runtime.model.decoder import Decoder
+from farspan.runtime.model.kernel_selection import select_kernels
 from farspan.runtime.state.train_state import TrainState
 
 #: Seconds that all units' passes are taken over, how many at least, and those before, while memory
@@ -115,7 +116,7 @@ def bytes_needed(
                 largest = max(largest, size)
     # A block's backward pass makes gradients of what the block keeps, one block at a time.
     kept += kept_per_row(graph, graph.block, train, {}, 1, backend)
-    passing = rows * kept + logits_bytes(graph, train, rows, load_engine("farspan"))
+    passing = rows * kept + logits_bytes(graph, train, rows, load_engine("farspan"), backend)
     # A weight's new gradient is kept in addition to the sum that it is added to.
     return round(weights * UNIT_STATE_BYTES[dtype]), round(passing + 4 * largest)
 
@@ -134,6 +135,7 @@ class _Unit:
             torch.nn.init.normal_(parameter, std=0.02)
         self._model.to(device)
         self._state = TrainState(self._model, dtype)
+        select_kernels(self._model, device, self._state.dtype)
         self._x = torch.empty(0)
         self._y = self._x
 

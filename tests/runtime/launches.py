@@ -1,0 +1,79 @@
+"""Counts what a GPU would launch, read and write: operators on the meta device, which stands for
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+#: Operators that only describe memory otherwise, or reserve it.
+NO_KERNELS = {
+    "alias",
+    "as_strided",
+    "detach",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "expand",
+    "new_empty",
+    "new_empty_strided",
+    "select",
+    "slice",
+    "split",
+    "split_with_sizes",
+    "squeeze",
+    "t",
+    "transpose",
+    "unbind",
+    "unsqueeze",
+    "view",
+    "_reshape_alias",
+    "_unsafe_view",
+}
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+
+
+class Launch(NamedTuple):
+    """A kernel, or several (`count`), and the bytes that it reads and writes."""
+
+    name: str
+    size: int
+    count: int = 1
+
+
+class LaunchCounter(TorchDispatchMode):
+    """Collects the launches of what runs under it; `launches` may be added to for kernels that are
+    not PyTorch's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[Launch] = []
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, given: Any = (), named: Any = None
+    ) -> Any:
+        result = operator(*given, **(named or {}))
+        name = operator._schema.name.split("::")[1]
+        if name not in NO_KERNELS:
+            tensors = [*tensors_in((given, named)), *tensors_in(result)]
+            if any(tensor.is_meta for tensor in tensors):
+                self.launches.append(Launch(name, sum(tensor.nbytes for tensor in tensors)))
+        return result
+
+    @property
+    def count(self) -> int:
+        return sum(launch.count for launch in self.launches)
+
+    @property
+    def bytes_beside_products(self) -> int:
+        return sum(launch.size for launch in self.launches if launch.name not in PRODUCTS)
+
+
+def tensors_in(values: object) -> Iterator[Tensor]:
+    """Yield the tensors among operands or results."""
+    yield from (value for value in tree_flatten(values)[0] if isinstance(value, torch.Tensor))
