@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
 from farspan.domain.plan import Axis, Mesh, Plan, Replica, Stage
-from farspan.runtime.comm.worker_group import BUSY_S, backend
+from farspan.runtime.comm.worker_group import BUSY_S, NCCL, backend
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,10 @@ class ProcessGroups:
         self._topology = topology
         self._made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
 
-    def of(self, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup | None:
+    def of(
+        self, ranks: Sequence[int], purpose: str, *, messages: bool = False
+    ) -> dist.ProcessGroup | None:
+        """Return a group for collectives, or for messages between two ranks."""
         if len(ranks) < 2:
             return None
         key = tuple(ranks), purpose
@@ -145,6 +149,11 @@ class ProcessGroups:
             # torch names such a group by how many there are, which must therefore be the same on
             # all of its ranks.
             self._make_group(ranks, purpose, local=True)
+            group = self._made.get(key)
+            if group is not None and not messages and self._topology.backend(ranks) == NCCL:
+                # NCCL connects a group at its first collective: here, where all ranks make their
+                # groups in one order, and not inside the first backward pass.
+                dist.all_reduce(torch.zeros(1, device=self._topology.device), group=group)
         return self._made[key]
 
     def make_with_all(self, ranks: Sequence[int], purpose: str) -> None:

@@ -5,6 +5,11 @@ Each bucket goes through the same phases: over the tensor axis (where its gradie
 there), inside the site or over all, between sites, and back inside the site. A phase of a bucket
 begins after the same phase of the bucket before it, so that every worker starts its collectives in
 one order. Phases advance whenever a gradient arrives.
+
+NCCL asks for more: collectives of different communicators start in one order, too. So a collective
+there follows one of another communicator without the host looking whether that has ended, and what
+the sites have summed is spread once the step's last bucket has begun. When a bucket's collectives
+start is then decided by the backward pass alone, which is the same on all ranks of a stage.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -35,7 +41,17 @@ MAX_POLL_S = 1e-3
 #: Bytes of whole gradients under way where each worker keeps only its part of them, without the
 #: newest: beyond that backward passes wait.
 UNDER_WAY = 64 * 2**20
-Waits = Sequence["dist.Work | Future[Tensor] | Future[None]"]
+
+
+@dataclass(frozen=True)
+class _StreamWait:
+    """A collective that the device's stream waits for, and the host does not."""
+
+    work: dist.Work
+
+
+Wait = dist.Work | Future[Tensor] | Future[None] | _StreamWait
+Waits = Sequence[Wait]
 Phases = Generator[Waits]
 
 
@@ -76,6 +92,8 @@ class GradReducer:
         #: By bucket and sender: receives of sums over sites, posted before the backward pass.
         self._coming: dict[int, dict[int, Posted]] = {}
         self._active: list[_Running] = []
+        #: Done once the sums of all buckets of a backward pass have begun.
+        self._all_begun: Future[None] = Future()
         self.on_bucket_ready: Callable[[int], None] = lambda bucket: None
         self.on_bucket_reduced: Callable[[int], None] = lambda bucket: None
         state.on_grad = self._on_grad
@@ -102,7 +120,13 @@ class GradReducer:
         plain = whole and not self._by_site and sync.bits == 32
         self._all = make_group(plain, self._batch, "sum")
         self._inside = make_group(whole and self._by_site, self._home, "inside")
-        self._back = make_group(whole and self._by_site, self._home, "back")
+        # The two kinds of collectives may interleave otherwise on each rank, which needs a group
+        # for each; under NCCL they do not.
+        self._has_nccl_home = topology.backend(self._home) == NCCL
+        self._back = self._inside
+        if not self._has_nccl_home:
+            self._back = make_group(whole and self._by_site, self._home, "back")
+        self._has_nccl_tensor = topology.backend(topology.group("tensor")) == NCCL
         if sync.wan_rate is not None and len(self._sites) > 1:
             tcp.limit_rate(sync.wan_rate)
 
@@ -121,6 +145,7 @@ class GradReducer:
         if not last and self._state.division.zero < 2:
             return
         self._last = last
+        self._all_begun = Future()
         self._round = next(self._rounds)
         if last:
             self._post_receives()
@@ -186,9 +211,17 @@ class GradReducer:
                 if running.ended:
                     self.on_bucket_reduced(running.bucket)
             limit = sys.maxsize if running.ended else running.phase
+        self._note_all_begun()
         while self._active and self._active[0].ended:
             self._active.pop(0)
         return advanced
+
+    def _note_all_begun(self) -> None:
+        """Open what waits for the first collective of the pass's last bucket."""
+        if self._all_begun.done() or any(count > 0 for count in self._missing):
+            return
+        if all(running.phase > 0 for running in self._active):
+            self._all_begun.set_result(None)
 
     def finish_sums(self) -> None:
         """Wait until the sums of all buckets are complete."""
@@ -217,7 +250,11 @@ class GradReducer:
         assert full is not None
         if bucket.ways > 1 and state.division.zero >= 2:
             state.collected[b] = None  # The next microbatch begins a gradient of its own.
-        yield [_all_reduce(full, self._tensor)] if bucket.partial and self._tensor else []
+        waits: list[Wait] = []
+        if bucket.partial and self._tensor:
+            work = _all_reduce(full, self._tensor)
+            waits.append(_StreamWait(work) if self._has_nccl_tensor else work)
+        yield waits
         if bucket.ways > 1:
             whole = [full]
             del full
@@ -286,19 +323,23 @@ class GradReducer:
             work = dist.reduce(full, leader, group=self._inside, async_op=True)
             works.append(_require_work(work))
         yield works
-        yield from self._cross_site_all_reduce(b, full)
+        # What the sites have summed waits here: its broadcast would else start at another place
+        # among the other buckets' sums on each rank.
+        gate: list[Wait] = [self._all_begun] if self._has_nccl_home else []
+        yield from self._cross_site_all_reduce(b, full, gate)
         works = []
         if self._back:
             work = dist.broadcast(full, leader, group=self._back, async_op=True)
             works.append(_require_work(work))
         yield works
 
-    def _cross_site_all_reduce(self, b: int, full: Tensor) -> Phases:
+    def _cross_site_all_reduce(self, b: int, full: Tensor, gate: Sequence[Wait] = ()) -> Phases:
         """Sum `full` with the same of the others, straight, each byte over the link once a pair.
-        Everyone adds the same numbers in the order of ranks, so all end with the same bits."""
+        Everyone adds the same numbers in the order of ranks, so all end with the same bits. The
+        phase ends when `gate` is open, too."""
         posted = self._coming.pop(b)
         if not posted:
-            yield []
+            yield gate
             return
         mine = full.reshape(-1)
         own = self._rank
@@ -311,7 +352,8 @@ class GradReducer:
         for rank in posted:
             self._messenger.send(content, rank, number)
         del content
-        yield [self._across_waiter.submit(receive.wait) for receive in posted.values()]
+        arrivals = [self._across_waiter.submit(receive.wait) for receive in posted.values()]
+        yield [*arrivals, *gate]
         contents = {rank: receive.buffer.to(full.device) for rank, receive in posted.items()}
         order = sorted([*contents, own])
         # The first two of a sum may change places, so that most begin with what is here already.
@@ -337,20 +379,28 @@ class _Running:
         self._waits: Waits = next(phases)
 
     def is_ready(self) -> bool:
-        for work in self._waits:
-            if not (work.done() if isinstance(work, Future) else work.is_completed()):
-                return False
-        return True
+        return all(map(_is_complete, self._waits))
 
     def next_phase(self) -> None:
-        for work in self._waits:
-            work.result() if isinstance(work, Future) else work.wait()
+        for wait in self._waits:
+            if isinstance(wait, Future):
+                wait.result()
+            elif isinstance(wait, _StreamWait):
+                wait.work.wait()
+            else:
+                wait.wait()
         self.phase += 1
         try:
             self._waits = next(self._phases)
         except StopIteration:
             self.ended = True
             self._waits = ()
+
+
+def _is_complete(wait: Wait) -> bool:
+    if isinstance(wait, Future):
+        return wait.done()
+    return isinstance(wait, _StreamWait) or wait.is_completed()
 
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> dist.Work:

@@ -104,7 +104,9 @@ class StageMessages:
         self._groups: list[dist.ProcessGroup | None] = [None]
         count = replica.edges[edge].streams
         if count > 1:
-            self._groups = [groups.of(*_stream_group(replica, edge, k)) for k in range(count)]
+            self._groups = [
+                groups.of(*_stream_group(replica, edge, k), messages=True) for k in range(count)
+            ]
         self._sent = 0
         self._taken = 0
         self._waiting: deque[list[Posted]] = deque()
