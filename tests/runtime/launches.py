@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -36,6 +37,10 @@ NO_KERNELS = {
     "_unsafe_view",
 }
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+#: Elements of a block, and blocks of a launch, of operators over lists of tensors
+#: (ATen/native/cuda/MultiTensorApply.cuh).
+BLOCK_ELEMENTS = 65_536
+LAUNCH_BLOCKS = 320
 
 
 class Launch(NamedTuple):
@@ -62,7 +67,8 @@ class LaunchCounter(TorchDispatchMode):
         if name not in NO_KERNELS:
             tensors = [*tensors_in((given, named)), *tensors_in(result)]
             if any(tensor.is_meta for tensor in tensors):
-                self.launches.append(Launch(name, sum(tensor.nbytes for tensor in tensors)))
+                size = sum(tensor.nbytes for tensor in tensors)
+                self.launches.append(Launch(name, size, count_launches(name, given)))
         return result
 
     @property
@@ -72,6 +78,14 @@ class LaunchCounter(TorchDispatchMode):
     @property
     def bytes_beside_products(self) -> int:
         return sum(launch.size for launch in self.launches if launch.name not in PRODUCTS)
+
+
+def count_launches(name: str, given: Any) -> int:
+    """Return the kernels of an operator: one, or by the elements of a list of tensors."""
+    if not name.startswith(("_foreach", "_fused")):
+        return 1
+    blocks = sum(math.ceil(tensor.numel() / BLOCK_ELEMENTS) for tensor in given[0])
+    return math.ceil(blocks / LAUNCH_BLOCKS)
 
 
 def tensors_in(values: object) -> Iterator[Tensor]:

@@ -20,7 +20,7 @@ from farspan.runtime.model.attention_policy import (
     AttentionPolicy,
     attention_policy,
 )
-from farspan.runtime.model.decoder import Decoder, initialize_model
+from farspan.runtime.model.decoder import Decoder, apply_rotary, initialize_model, rotary_table
 from farspan.runtime.model.kernel_selection import select_kernels
 from farspan.semantics.kernel_choice import fused_logits_rows
 from tests.runtime.launches import Launch, LaunchCounter
@@ -120,6 +120,7 @@ def count_head(monkeypatch, preset: str, tokens: int, *, fused: bool) -> tuple[i
         spec.vocab_size, spec.d_model, dtype=torch.bfloat16, device="meta", requires_grad=True
     )
     targets = torch.empty(tokens, dtype=torch.int64, device="meta")
+    given = torch.ones((), device="meta")
     with LaunchCounter() as counter:
 
         def compiled(logits: Tensor, targets: Tensor, V: int) -> Tensor:
@@ -128,7 +129,7 @@ def count_head(monkeypatch, preset: str, tokens: int, *, fused: bool) -> tuple[i
             return torch.empty((), device="meta")
 
         loss = kernels.head_cross_entropy(x, weight, targets, None, compiled if fused else None)
-        loss.backward()
+        loss.backward(given)
     return counter.count, counter.bytes_beside_products / (tokens * spec.vocab_size)
 
 
@@ -272,3 +273,28 @@ def test_a_compiler_that_fails_is_warned_of_and_done_without(monkeypatch):
     chosen, warning = fused_loss.choose_loss(torch.device("cuda"))
     assert chosen is None
     assert "ptxas exited with code 255" in warning and "more" not in warning
+
+
+def test_queries_and_keys_turned_together_are_those_turned_apart():
+    spec = shape_for("llama", 100_000, vocab_size=300, context=32, knobs={})
+    table = rotary_table(spec, 32, torch.device("cpu"), torch.float32)
+    heads = torch.randn(2, 6, 32, spec.head_dim, requires_grad=True)
+    together = apply_rotary(heads, *table)
+    apart = torch.cat([apply_rotary(part, *table) for part in heads.split([4, 2], dim=1)], dim=1)
+    assert torch.equal(together, apart)
+    weights = torch.randn_like(together)
+    gradients = [
+        torch.autograd.grad((turned * weights).sum(), heads)[0] for turned in (together, apart)
+    ]
+    assert torch.equal(*gradients)
+
+
+def test_rotary_table_made_in_inference_mode_serves_training():
+    rotary_table.cache_clear()
+    spec = shape_for("llama", 100_000, vocab_size=300, context=32, knobs={})
+    model = Decoder(spec)
+    initialize_model(model, 0)
+    tokens = torch.randint(300, (2, 32))
+    with torch.inference_mode():
+        model(tokens)
+    model.loss(tokens, tokens).backward()

@@ -193,7 +193,9 @@ class HeadCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         dx_ND, dw_VD = ctx.saved_tensors
         # In place: a step goes backward once.
-        torch._foreach_mul_((dx_ND, dw_VD), gradients[0].to(dx_ND.dtype))
+        scale = gradients[0].to(dx_ND.dtype)
+        dx_ND.mul_(scale)
+        dw_VD.mul_(scale)
         return dx_ND, dw_VD, None, None, None
 
 

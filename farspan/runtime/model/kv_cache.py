@@ -29,8 +29,9 @@ class KVCache:
         for _ in model.blocks:
             keys = weight.new_empty(shape)
             self._kept.append((keys, torch.empty_like(keys)))
-        learned = spec.positions == "learned"
-        self._rotation = None if learned else rotary_table(spec, spec.context, weight.device)
+        self._rotation = None
+        if spec.positions != "learned":
+            self._rotation = rotary_table(spec, spec.context, weight.device, weight.dtype)
 
     @torch.no_grad()
     def append_tokens(self, tokens_T: Tensor) -> Tensor:

@@ -249,19 +249,18 @@ class TrainState:
         """Round the masters into the working dtype. Where state is divided the working buckets are
         gathered next."""
         if self.master is not self.shards:
-            for shard, master in zip(self.shards, self.master, strict=True):
-                shard.copy_(master)
+            torch._foreach_copy_(self.shards, self.master)
 
     def squared_grad_norm(self, counted: Callable[[Bucket], bool] | None = None) -> float:
         """Sum the squares of the owned gradient, of all buckets or of those that count."""
-        norms = []
+        parts = []
         for bucket, part in zip(self.buckets, self.grad, strict=True):
             if counted is None or counted(bucket):
-                norms.append(torch.linalg.vector_norm(part))
-        if not norms:
+                parts.append(part)
+        if not parts:
             return 0.0
         # In double precision on the CPU: Apple's GPUs have none.
-        values = torch.stack(norms).cpu().double().tolist()
+        values = torch.stack(torch._foreach_norm(parts)).cpu().double().tolist()
         return sum((norm * norm for norm in values), 0.0)
 
     def remove_hooks(self) -> None:
