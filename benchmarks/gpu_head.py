@@ -49,7 +49,7 @@ class Data:
         weight = torch.randn(vocabulary, d_model, **where) * d_model**-0.5
         self.weight_VD = weight.bfloat16().requires_grad_()
         self.targets_N = torch.randint(vocabulary, (tokens,), **where)
-        self.fused_loss, warning = choose_loss(context.device)
+        self.fused_loss, warning = choose_loss(context.device, torch.bfloat16)
         if warning:
             context.row({"warning": warning}, warning)
 

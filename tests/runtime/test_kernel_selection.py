@@ -168,7 +168,7 @@ def test_a_cpu_never_imports_the_compiler():
     program = (
         "import sys, torch\n"
         "from farspan.runtime.model.fused_loss import choose_loss\n"
-        "assert choose_loss(torch.device('cpu')) == (None, '')\n"
+        "assert choose_loss(torch.device('cpu'), torch.float32) == (None, '')\n"
         "assert not {'torch._dynamo', 'torch._inductor'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=LIMIT_S)
@@ -237,7 +237,7 @@ def test_attention_with_repeated_keys_equals_grouped_queries(backends, kv_heads)
 
 def test_a_model_computes_as_its_device_was_selected_for(monkeypatch):
     fused = fused_loss.cross_entropy_and_gradient_
-    monkeypatch.setattr(kernel_selection, "choose_loss", lambda device: (fused, "slower"))
+    monkeypatch.setattr(kernel_selection, "choose_loss", lambda device, dtype: (fused, "slower"))
     spec = shape_for("llama", 100_000, vocab_size=300, context=32, knobs={})
     plain, chosen = Decoder(spec), Decoder(spec)
     initialize_model(plain, 0)
@@ -256,7 +256,7 @@ def test_a_model_computes_as_its_device_was_selected_for(monkeypatch):
 
 
 def test_a_stage_without_a_head_compiles_no_loss(monkeypatch):
-    def fail(device: torch.device) -> None:
+    def fail(device: torch.device, dtype: torch.dtype) -> None:
         raise AssertionError("asked")
 
     monkeypatch.setattr(kernel_selection, "choose_loss", fail)
@@ -265,12 +265,12 @@ def test_a_stage_without_a_head_compiles_no_loss(monkeypatch):
 
 
 def test_a_compiler_that_fails_is_warned_of_and_done_without(monkeypatch):
-    def fail(device: torch.device) -> None:
+    def fail(device: torch.device, dtype: torch.dtype) -> None:
         raise RuntimeError("ptxas exited with code 255\nmore")
 
     monkeypatch.setattr(fused_loss, "find_obstacle", lambda device: "")
     monkeypatch.setattr(fused_loss, "compile_loss", fail)
-    chosen, warning = fused_loss.choose_loss(torch.device("cuda"))
+    chosen, warning = fused_loss.choose_loss(torch.device("cuda"), torch.float16)
     assert chosen is None
     assert "ptxas exited with code 255" in warning and "more" not in warning
 

@@ -53,21 +53,22 @@ def find_obstacle(device: torch.device) -> str:
 
 
 @functools.cache
-def compile_loss(device: torch.device) -> FusedLoss:
-    """Return the compiled loss, after it has computed a sample. Raises what the compiler raises."""
+def compile_loss(device: torch.device, dtype: torch.dtype) -> FusedLoss:
+    """Return the compiled loss, after it has computed a sample in this dtype. Raises what the
+    compiler raises."""
     compiled = cast(FusedLoss, torch.compile(cross_entropy_and_gradient_, fullgraph=True))
-    logits = torch.zeros(SAMPLE, dtype=torch.bfloat16, device=device)
+    logits = torch.zeros(SAMPLE, dtype=dtype, device=device)
     targets = torch.zeros(SAMPLE[0], dtype=torch.int64, device=device)
     compiled(logits, targets, SAMPLE[1])
     return compiled
 
 
-def choose_loss(device: torch.device) -> tuple[FusedLoss | None, str]:
+def choose_loss(device: torch.device, dtype: torch.dtype) -> tuple[FusedLoss | None, str]:
     """Return the compiled loss, or None; and a warning where a compiler is there and fails."""
     if find_obstacle(device):
         return None, ""
     try:
-        return compile_loss(device), ""
+        return compile_loss(device, dtype), ""
     # Whatever a compiler, a driver or a full disk raises: the operators give the same loss.
     except Exception as error:
         cause = next(iter(str(error).splitlines()), type(error).__name__)

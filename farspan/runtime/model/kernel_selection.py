@@ -20,5 +20,5 @@ def select_kernels(model: Decoder, device: torch.device, dtype: torch.dtype) -> 
             module.policy = policy
     warning = ""
     if model.has_head:
-        model.fused_loss, warning = choose_loss(device)
+        model.fused_loss, warning = choose_loss(device, dtype)
     return warning

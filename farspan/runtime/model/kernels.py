@@ -229,10 +229,10 @@ def _fused_head(
 
 
 def _accumulate_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `total + a @ b` in `dtype`; on a GPU the product itself adds."""
+    """Return `total + a @ b` in `dtype`; on NVIDIA's GPUs the product itself adds."""
     if a.dtype == dtype:
         return torch.mm(a, b) if total is None else total.addmm_(a, b)
-    if a.device.type == "cpu":
+    if a.device.type == "cpu" or torch.version.hip:
         part = torch.mm(a, b).to(dtype)
         return part if total is None else total.add_(part)
     if total is None:
