@@ -237,7 +237,11 @@ class Index:
                 # away.
                 for part in ("lexical", "documents", *(("stores",) if vectors else ())):
                     getattr(index, part)
-                return index
+                # Old files are removed after the manifest has changed: a store that was opened
+                # meanwhile may lack some.
+                if read_manifest(path, remedy) == manifest:
+                    return index
+                index.close()
             except Exception:
                 # A new index may have taken this one's files away meanwhile.
                 if read_manifest(path, remedy) == manifest:

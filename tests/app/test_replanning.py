@@ -76,7 +76,7 @@ def test_run_resumed_with_another_technique_reaches_the_same_losses(tmp_path: Pa
     moved = call("resume", "moved", "--cluster", "other.yaml", "--technique", "pipeshard")
     assert moved.returncode == 0, moved.stderr
     assert f"{400 - saved} steps to go by pipeshard on 3 devices" in moved.stdout
-    assert "(before, by zero2 on 2 devices: " in moved.stdout
+    assert "; before: zero2 on 2 devices, " in moved.stdout
     ours = losses(Path("moved"))
     wanted = losses(Path("whole"))
     assert ours.keys() == wanted.keys()
