@@ -132,7 +132,7 @@ def run_stages(
                 environment(stage),
                 rows,
                 limit_s,
-                lambda found, name=stage.name: results.put(name, found),
+                lambda found, name=stage.name: results.put(name, found),  # type: ignore[misc]
                 found,
                 clock,
             )

@@ -27,6 +27,7 @@ from farspan.planning.size import shape_for
 from farspan.runtime import worker
 from farspan.runtime.comm.worker_group import Group
 from farspan.runtime.device import open_device
+from farspan.runtime.stop_and_preemption import Launcher
 from farspan.runtime.training.events import EventLog
 from farspan.runtime.training.trainer import Trainer
 
@@ -85,7 +86,7 @@ def time_trainer(
     with EventLog(run.events) as log, Group(0, 1, device, None, lambda peer, how: None) as group:
         epoch = Epoch(number=0)
         trainer = worker.start_trainer(
-            plan, run, group, log.write, lambda: False, time.monotonic(), epoch
+            plan, run, group, log.write, Launcher(), time.monotonic(), epoch
         )
         trainer.run()
     events = [event for event in read_events(run.events) if isinstance(event, Step)][WARMUP:]

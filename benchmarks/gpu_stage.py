@@ -101,7 +101,7 @@ def peak_bytes(step: Step, device: torch.device) -> int | None:
 
 def profile(step: Step, device: torch.device, count: int = 2, top: int = 20) -> dict[str, Any]:
     """Kernels of a step: how many, how long the GPU is busy, and the longest of them by name."""
-    from torch.autograd import DeviceType
+    from torch.autograd import DeviceType  # type: ignore[attr-defined]
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 

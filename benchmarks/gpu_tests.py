@@ -15,11 +15,11 @@ def measure(context: Context) -> None:
     for compiled in (False, True):
         for precision in gpu_checks.GRADIENT_BOUNDS:
             name = f"gradients in {precision}, {'compiled' if compiled else 'eager'}"
-            checks[name] = lambda precision=precision, compiled=compiled: (
+            checks[name] = lambda precision=precision, compiled=compiled: (  # type: ignore[misc]
                 gpu_checks.check_gradients(context.device, precision, compiled)
             )
     for name, optimizer in gpu_checks.OPTIMIZERS.items():
-        checks[f"three steps of {name}"] = lambda optimizer=optimizer: gpu_checks.check_updates(
+        checks[f"three steps of {name}"] = lambda optimizer=optimizer: gpu_checks.check_updates(  # type: ignore[misc]
             context.device, optimizer
         )
     failed = [name for name, check in checks.items() if not passes(context, name, check)]

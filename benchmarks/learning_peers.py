@@ -47,6 +47,7 @@ from torch import Tensor, nn
 import farspan
 from benchmarks.learning import few, text_of
 from farspan.corpus.token_files import TokenFile
+from farspan.domain.config import DataConfig, RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import count_parameters
 from farspan.domain.run import RunFolder
@@ -93,7 +94,7 @@ class NanoGPT(nn.Module):
                 .view(rows, length, 3, self.heads, -1)
                 .permute(2, 0, 3, 1, 4)
             )
-            y = F.scaled_dot_product_attention(
+            y = F.scaled_dot_product_attention(  # type: ignore[misc]
                 *parts, is_causal=True, dropout_p=self.dropout * self.training
             )
             x = x + self.drop(out(y.transpose(1, 2).reshape(rows, length, d)))
@@ -391,9 +392,8 @@ def main() -> None:
         return
     given.work.mkdir(parents=True, exist_ok=True)
     text = few(text_of("source", given.work / "source"), given.work / "few").resolve()
-    corpus, manifest = farspan.prepare(
-        text, tokenizer={"vocab": 8192}, data={"source": str(text), "val": "25%"}
-    )
+    data = DataConfig(source=str(text), val="25%")
+    corpus, manifest = farspan.prepare(RunConfig(data=data), tokenizer={"vocab": 8192})
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     ).stdout.strip()

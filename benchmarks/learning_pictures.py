@@ -23,7 +23,7 @@ Points = list[tuple[float, float]]
 
 def main() -> None:
     style = chart_style()
-    draw = template_environment().get_template("chart.svg").module.drawing
+    draw = template_environment().get_template("chart.svg").module.drawing  # type: ignore[attr-defined]
     for chart in (peers(), one_epoch(), decays()):
         (PICTURES / f"{chart.name}.svg").write_text(str(draw(chart, chart.text, style)))
 

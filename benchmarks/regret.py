@@ -301,7 +301,7 @@ def run_afresh(scenarios: list[Done], path: Path) -> None:
                 file.write(msgspec.json.encode(found[-1]) + b"\n")
                 file.flush()
     for one in sorted(found, key=lambda one: one.number):
-        print(f"{one.number}: {one.names[one.chosen]} +{one.regret:.1%}")
+        print(f"{one.number}: {one.names[one.chosen]} +{one.regret:.1%}")  # type: ignore[attr-defined]
     near = sum(one.regret <= NEAR for one in found)
     apart = [
         max(steps) / min(steps) - 1

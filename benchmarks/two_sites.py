@@ -113,9 +113,9 @@ class Bench:
         if not self.known(Probed):
             print("probing", flush=True)
             status = cells.status(self.labs[RTT_MS])
-            found = measure_cluster(of_lab(status), self.work.spec, lambda text: None).cluster
+            measured = measure_cluster(of_lab(status), self.work.spec, lambda text: None).cluster
             plain = {
-                count: msgspec.to_builtins(wan.bare(found, count), str_keys=True)
+                count: msgspec.to_builtins(wan.bare(measured, count), str_keys=True)
                 for count in WORKERS
             }
             self.write(Probed(session=self.session, work=self.work, clusters=plain))

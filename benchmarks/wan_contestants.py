@@ -164,7 +164,7 @@ def fsdp(model: GPT, given: argparse.Namespace) -> nn.Module:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=not given.kept)
-    return fully_shard(model, mesh=mesh, reshard_after_forward=not given.kept)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=not given.kept)  # type: ignore[return-value]
 
 
 def over_batch(given: argparse.Namespace) -> Callable[[int], Answer]:
@@ -180,7 +180,7 @@ def over_batch(given: argparse.Namespace) -> Callable[[int], Answer]:
         inputs, targets = rows(given, number, rank, world)
         loss = loss_of(model(inputs), targets)
         loss.backward()
-        norm = nn.utils.get_total_norm([p.grad for p in parameters])
+        norm = nn.utils.get_total_norm([p.grad for p in parameters])  # type: ignore[misc]
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         nn.utils.clip_grads_with_norm_(parameters, CLIP, norm)
@@ -269,7 +269,7 @@ def average(parameters: list[nn.Parameter], group: dist.ProcessGroup, ways: int)
 
 def clip(parameters: list[nn.Parameter], across: dist.ProcessGroup) -> float:
     """Clip by the norm of both stages' gradients together; returns it."""
-    square = nn.utils.get_total_norm([p.grad for p in parameters]).square()
+    square = nn.utils.get_total_norm([p.grad for p in parameters]).square()  # type: ignore[misc]
     dist.all_reduce(square, group=across)
     norm = square.sqrt()
     nn.utils.clip_grads_with_norm_(parameters, CLIP, norm)

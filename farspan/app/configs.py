@@ -21,7 +21,7 @@ from farspan.domain.struct_files import convert, load, load_yaml, parse_yaml
 def make_config(data: str | os.PathLike[str] | RunConfig, **keys: Any) -> RunConfig:
     """Return the config of what to train (a folder or name of text, a run.yaml, or a config) with
     `keys` of run.yaml on top. A `budget` may be a time alone:
-    `configured("papers", budget="10m", size="tiny")`."""
+    `make_config("papers", budget="10m", size="tiny")`."""
     if isinstance(keys.get("budget"), str):
         keys["budget"] = {"time": keys["budget"]}
     if isinstance(data, RunConfig):
