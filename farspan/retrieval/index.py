@@ -238,7 +238,7 @@ class Index:
                 for part in ("lexical", "documents", *(("stores",) if vectors else ())):
                     getattr(index, part)
                 # Old files are removed after the manifest has changed: a store that was opened
-                # meanwhile may lack some.
+                # in between may have a part of its vectors.
                 if read_manifest(path, remedy) == manifest:
                     return index
                 index.close()

@@ -13,7 +13,7 @@ import pytest
 from farspan.domain.corpus import Document
 from farspan.retrieval.bm25 import BM25Index
 from farspan.retrieval.embed import Embedder
-from farspan.retrieval.index import DRIFT, Index
+from farspan.retrieval.index import DRIFT, OWN_VECTORS, Index
 from farspan.retrieval.search import search
 from tests.retrieval import making
 
@@ -190,3 +190,30 @@ def test_files_that_were_only_touched_leave_the_index_and_are_known_again(folder
     work, manifest = making.make(folder, evaluate=False, source="later")
     assert work.embedded == 0 and (manifest.source, manifest.files) == ("later", files)
     assert making.opened(folder).manifest == manifest
+
+
+@pytest.mark.parametrize("keeps_part", [False, True])
+def test_index_that_is_replaced_while_it_is_opened_is_opened_again(
+    tmp_path, monkeypatch, keeps_part
+):
+    """A store whose files are being removed may open whole, or with a part of its vectors."""
+    folder = tmp_path / "index"
+    _, before = making.make(folder, evaluate=False, documents=making.DOCUMENTS[:80])
+    module = before.sets[OWN_VECTORS].module
+    plain = module.open
+    old = []
+
+    def open_slowly(place):
+        store = plain(place)
+        if not old:
+            old.append(store)
+            if keeps_part:
+                store.delete(store.ids()[1:].tolist())
+            making.make(folder, evaluate=False, documents=[*making.DOCUMENTS[:80], NEW])
+        return store
+
+    monkeypatch.setattr(module, "open", open_slowly)
+    index = making.opened(folder)
+    assert index.manifest != before
+    check(index, [*making.DOCUMENTS[:80], NEW])
+    index.close()
