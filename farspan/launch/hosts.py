@@ -50,7 +50,7 @@ BOOTSTRAP = (
 )
 
 
-def _ssh_command(host: Host, device: int | None) -> tuple[str, ...]:
+def _enter_command(host: Host, device: int | None) -> tuple[str, ...]:
     enter = host.enter
     if device is not None:
         enter = host.devices[device].slot.enter or enter
@@ -70,7 +70,7 @@ def _ssh_command(host: Host, device: int | None) -> tuple[str, ...]:
 def host_command(host: Host, words: Sequence[str], *, device: int | None = None) -> list[str]:
     """Return the command here that runs `words` on `host`, confined to one of its devices where
     it can be."""
-    enter = _ssh_command(host, device)
+    enter = _enter_command(host, device)
     if enter[:1] == ("ssh",):  # It hands one text to the shell there.
         words = [shlex.join(words)]
     return [*enter, *words]
@@ -79,7 +79,7 @@ def host_command(host: Host, words: Sequence[str], *, device: int | None = None)
 def by_client(host: Host, device: int | None = None) -> bool:
     """Return whether what `command` starts is a client of the process on the host, and not that
     process."""
-    return not CLIENTS.isdisjoint(_ssh_command(host, device)[:1])
+    return not CLIENTS.isdisjoint(_enter_command(host, device)[:1])
 
 
 def answer_of(line: bytes, host: Host) -> dict[str, Any]:

@@ -7,10 +7,13 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
+
+from farspan.runtime.model import kernels
 
 #: Operators that only describe memory otherwise, or reserve it.
 NO_KERNELS = {
@@ -36,6 +39,8 @@ NO_KERNELS = {
     "_reshape_alias",
     "_unsafe_view",
 }
+#: Kernels of one compiled loss: what the compiler made of it on a CPU, at most.
+FUSED_KERNELS = 5
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 #: Elements of a block, and blocks of a launch, of operators over lists of tensors
 #: (ATen/native/cuda/MultiTensorApply.cuh).
@@ -71,6 +76,12 @@ class LaunchCounter(TorchDispatchMode):
                 self.launches.append(Launch(name, size, count_launches(name, given)))
         return result
 
+    def fused_loss(self, logits: Tensor, targets: Tensor, V: int) -> Tensor:
+        """Stand for the compiled loss: logits are read for the sum and for the gradient, which is
+        written over them."""
+        self.launches.append(Launch("fused", 3 * logits.nbytes, FUSED_KERNELS))
+        return torch.empty((), device="meta")
+
     @property
     def count(self) -> int:
         return sum(launch.count for launch in self.launches)
@@ -91,3 +102,9 @@ def count_launches(name: str, given: Any) -> int:
 def tensors_in(values: object) -> Iterator[Tensor]:
     """Yield the tensors among operands or results."""
     yield from (value for value in tree_flatten(values)[0] if isinstance(value, torch.Tensor))
+
+
+def pose_as_gpu(patch: pytest.MonkeyPatch) -> None:
+    """Let the head on the meta device be an H200's."""
+    patch.setattr(kernels, "_pad_vocabulary", lambda V, device: -(-V // 64) * 64)
+    patch.setattr(kernels, "_device_memory", lambda device: 141 * 10**9)

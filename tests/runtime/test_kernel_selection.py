@@ -10,7 +10,6 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from farspan import models
 from farspan.planning.size import shape_for
@@ -23,11 +22,8 @@ from farspan.runtime.model.attention_policy import (
 from farspan.runtime.model.decoder import Decoder, apply_rotary, initialize_model, rotary_table
 from farspan.runtime.model.kernel_selection import select_kernels
 from farspan.semantics.kernel_choice import fused_logits_rows
-from tests.runtime.launches import Launch, LaunchCounter
+from tests.runtime.launches import FUSED_KERNELS, LaunchCounter, pose_as_gpu
 from tests.waiting import LIMIT_S
-
-#: Kernels of one compiled loss: what the compiler made of it on a CPU, at most.
-FUSED_KERNELS = 5
 
 
 def padded_as_on_a_gpu(monkeypatch, rows: int) -> None:
@@ -112,8 +108,7 @@ def test_chunks_of_logits_fill_tiles_and_fit_the_card(vocabulary, memory, rows):
 def count_head(monkeypatch, preset: str, tokens: int, *, fused: bool) -> tuple[int, float]:
     """Return a head's launches, forward and backward, and its bytes beside the products for each
     logit."""
-    monkeypatch.setattr(kernels, "_pad_vocabulary", lambda V, device: -(-V // 64) * 64)
-    monkeypatch.setattr(kernels, "_device_memory", lambda device: 141 * 10**9)
+    pose_as_gpu(monkeypatch)
     spec = models.presets()[preset].spec
     x = torch.empty(tokens, spec.d_model, dtype=torch.bfloat16, device="meta", requires_grad=True)
     weight = torch.empty(
@@ -122,13 +117,9 @@ def count_head(monkeypatch, preset: str, tokens: int, *, fused: bool) -> tuple[i
     targets = torch.empty(tokens, dtype=torch.int64, device="meta")
     given = torch.ones((), device="meta")
     with LaunchCounter() as counter:
-
-        def compiled(logits: Tensor, targets: Tensor, V: int) -> Tensor:
-            # Read for the sum and for the gradient, which is written over them.
-            counter.launches.append(Launch("fused", 3 * logits.nbytes, FUSED_KERNELS))
-            return torch.empty((), device="meta")
-
-        loss = kernels.head_cross_entropy(x, weight, targets, None, compiled if fused else None)
+        loss = kernels.head_cross_entropy(
+            x, weight, targets, None, counter.fused_loss if fused else None
+        )
         loss.backward(given)
     return counter.count, counter.bytes_beside_products / (tokens * spec.vocab_size)
 

@@ -13,13 +13,12 @@ from farspan.domain.model import ModelSpec
 from farspan.domain.train import TrainSpec
 from farspan.planning.size import shape_for
 from farspan.runtime.comm.topology import Topology
-from farspan.runtime.model import decoder, kernels
+from farspan.runtime.model import decoder
 from farspan.runtime.parallel import executor
 from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.parallel.pipeline import Batch
 from farspan.runtime.state.train_state import TrainState
-from tests.runtime.launches import Launch, LaunchCounter
-from tests.runtime.test_kernel_selection import FUSED_KERNELS
+from tests.runtime.launches import LaunchCounter, pose_as_gpu
 
 
 def attend_by_flash(q: Tensor, k: Tensor, v: Tensor, policy: object) -> Tensor:
@@ -36,13 +35,7 @@ def norm_of_meta(state: TrainState, counted: object = None) -> float:
 def count_step(monkeypatch: pytest.MonkeyPatch, spec: ModelSpec, rows: int) -> LaunchCounter:
     """Return the launches of a step of one GPU in bf16 with AdamW, without compiled blocks."""
     counter = LaunchCounter()
-
-    def fused(logits: Tensor, targets: Tensor, V: int) -> Tensor:
-        counter.launches.append(Launch("fused", 3 * logits.nbytes, FUSED_KERNELS))
-        return torch.empty((), device="meta")
-
-    monkeypatch.setattr(kernels, "_pad_vocabulary", lambda V, device: -(-V // 64) * 64)
-    monkeypatch.setattr(kernels, "_device_memory", lambda device: 141 * 10**9)
+    pose_as_gpu(monkeypatch)
     monkeypatch.setattr(decoder, "causal_attention", attend_by_flash)
     # A GPU has one kernel for it; the meta device takes it apart.
     monkeypatch.setattr(decoder.F, "rms_norm", lambda x, s, w, e: layer_norm(x, s, w, None, e))
@@ -52,7 +45,7 @@ def count_step(monkeypatch: pytest.MonkeyPatch, spec: ModelSpec, rows: int) -> L
     train = TrainSpec(steps=1, batch=rows, seq_len=spec.context, precision="bf16")
     worker = Executor(Topology(plan_of(spec, train, "cuda"), 0), torch.device("meta"))
     worker.begin_run()
-    worker.model.fused_loss = fused
+    worker.model.fused_loss = counter.fused_loss
     tokens = torch.zeros(rows, spec.context, dtype=torch.int64, device="meta")
     # Once before, as what a run computes once does not count.
     worker.model.forward_blocks(tokens)

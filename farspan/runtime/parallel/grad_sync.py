@@ -325,7 +325,7 @@ class GradReducer:
         yield works
         # What the sites have summed waits here: its broadcast would else start at another place
         # among the other buckets' sums on each rank.
-        gate: list[Wait] = [self._all_begun] if self._has_nccl_home else []
+        gate: list[Wait] = [self._all_begun] if self._back and self._has_nccl_home else []
         yield from self._cross_site_all_reduce(b, full, gate)
         works = []
         if self._back:
