@@ -217,6 +217,10 @@ class PlannedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     threads: int
     #: The cluster's name of it; plans of before there was one have none, and keep their hash.
     kind: str | msgspec.UnsetType = msgspec.UNSET
+    #: Whether its worker compiles the blocks of the model, and whether it records its step as one
+    #: CUDA graph. Unset where nothing decided it.
+    compile: bool | msgspec.UnsetType = msgspec.UNSET
+    graph: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class Inputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
