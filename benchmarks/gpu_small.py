@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import torch
 from gpu_stage import Context, profile_row, seconds
 from gpu_step import TINY, plan_of
 
@@ -29,6 +30,7 @@ from farspan.runtime.comm.worker_group import Group
 from farspan.runtime.device import open_device
 from farspan.runtime.stop_and_preemption import Launcher
 from farspan.runtime.training.events import EventLog
+from farspan.runtime.training.prefetch import GROUP_STEPS
 from farspan.runtime.training.trainer import Trainer
 
 #: Steps that compile, allocate and are traced: not counted.
@@ -42,17 +44,20 @@ RANDOM_CORPUS = "0" * 16
 def measure(context: Context) -> None:
     muon = {"optimizer": Optimizer(muon=Muon())}
     cases = [
-        ("3m", 3_000_000, 8, {}),
-        ("3m", 3_000_000, 8, muon),
-        ("3m", 3_000_000, 8, {"compile": True}),
-        ("3m", 3_000_000, 64, {}),
-        ("15m", 15_000_000, 32, {}),
-        ("15m", 15_000_000, 32, muon),
+        ("3m", 3_000_000, 8, {}, False),
+        ("3m", 3_000_000, 8, {}, True),
+        ("3m", 3_000_000, 8, muon, False),
+        ("3m", 3_000_000, 8, muon, True),
+        ("3m", 3_000_000, 8, {"compile": True}, True),
+        ("3m", 3_000_000, 64, {}, True),
+        ("15m", 15_000_000, 32, {}, False),
+        ("15m", 15_000_000, 32, {}, True),
+        ("15m", 15_000_000, 32, muon, True),
     ]
     if context.dry:
-        cases = cases[:2]
+        cases = cases[:4]
     steps = WARMUP + (10 if context.dry else 300)
-    for number, (model, size, sequences, knobs) in enumerate(cases):
+    for number, (model, size, sequences, knobs, graph) in enumerate(cases):
         if context.dry:
             spec = TINY
         else:
@@ -68,20 +73,17 @@ def measure(context: Context) -> None:
             **knobs,
         )
         words = "muon" if train.optimizer.muon else "adamw"
-        time_trainer(
-            context, number, f"{model}, {sequences} x {spec.context}, {words}", spec, train
-        )
+        name = f"{model}, {sequences} x {spec.context}, {words}"
+        name += ", compiled" if train.compile else ""
+        name += ", graph" if graph else ""
+        plan = plan_of(spec, train, context.device.type, corpus=RANDOM_CORPUS, graph=graph)
+        time_trainer(context, number, name, plan)
 
 
-def time_trainer(
-    context: Context, number: int, name: str, spec: ModelSpec, train: TrainSpec
-) -> None:
+def time_trainer(context: Context, number: int, name: str, plan: Plan) -> None:
     """Train one model in a run folder of its own; keep ms per step, and reading's part of them."""
-    name += ", compiled" if train.compile else ""
-    run = run_folder(
-        context, number, plan_of(spec, train, context.device.type, corpus=RANDOM_CORPUS)
-    )
-    plan = run.load_plan()
+    train = plan.train
+    run = run_folder(context, number, plan)
     device = open_device(plan.devices[0], train.precision)
     with EventLog(run.events) as log, Group(0, 1, device, None, lambda peer, how: None) as group:
         epoch = Epoch(number=0)
@@ -92,7 +94,7 @@ def time_trainer(
     events = [event for event in read_events(run.events) if isinstance(event, Step)][WARMUP:]
     gaps_ms = [(b.at - a.at) * 1e3 for a, b in pairwise(events)]
     mean_ms = (events[-1].at - events[0].at) / (len(events) - 1) * 1e3
-    reading_ms = seconds(lambda: read_step(trainer), 20, device) * 1e3
+    reading_ms = seconds(lambda: read_steps(trainer), 20, device) * 1e3 / GROUP_STEPS
     found = {
         "case": name,
         "rows": train.batch,
@@ -103,6 +105,7 @@ def time_trainer(
         "slowest_tenth_ms": statistics.quantiles(gaps_ms, n=10)[-1],
         "reading_ms": reading_ms,
         "tokens_per_s": train.tokens_per_step / mean_ms * 1e3,
+        "recorded": trainer.recorded is not None and trainer.recorded.recorded,
         "loss": events[-1].loss,
     }
     context.row(
@@ -114,12 +117,10 @@ def time_trainer(
     shutil.rmtree(run.path)
 
 
-def read_step(trainer: Trainer) -> None:
-    """Return what the Trainer reads in a step."""
-    samples = trainer.worker.executor.topology.samples_by_microbatch(0)
-    trainer.batches.valid(trainer.worker.executor.topology.replica_samples(0))
-    for microbatch in samples:
-        trainer.batches.of(microbatch)
+def read_steps(trainer: Trainer) -> None:
+    """Read steps as the Trainer's thread does."""
+    size = trainer.batches.layout.size
+    trainer.batches.read_steps(0, [torch.zeros(size, dtype=torch.int32)] * GROUP_STEPS)
 
 
 def run_folder(context: Context, number: int, plan: Plan) -> RunFolder:

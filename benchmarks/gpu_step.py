@@ -33,7 +33,10 @@ TINY = ModelSpec(
 )
 
 
-def plan_of(spec: ModelSpec, train: TrainSpec, backend: str, corpus: str = "") -> Plan:
+def plan_of(
+    spec: ModelSpec, train: TrainSpec, backend: str, corpus: str = "", *, graph: bool = False
+) -> Plan:
+    """Return the plan of one device, whose step may be recorded as a graph."""
     stage = Stage(
         units=(0, spec.layers + 2),
         mesh=Mesh(ranks=(0,), shape=(1,), axes=("data",)),
@@ -41,13 +44,14 @@ def plan_of(spec: ModelSpec, train: TrainSpec, backend: str, corpus: str = "") -
         grad_sync=GradSync(bucket_bytes=25 * 2**20),
         recompute=train.recompute,
     )
+    device = PlannedDevice(host="here", backend=backend, index=0, threads=1, graph=graph)
     return Plan(
         technique="data",
         model=spec,
         train=train,
         replicas=(Replica(stages=(stage,)),),
         inputs=Inputs(cluster="", corpus=corpus),
-        devices=(PlannedDevice(host="here", backend=backend, index=0, threads=1),),
+        devices=(device,),
     )
 
 

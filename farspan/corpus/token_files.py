@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
 from farspan.domain.corpus import (
     BLOCK_BYTES,
@@ -55,16 +56,27 @@ class VerifiedArray:
             stop = start + 1
         else:
             start, stop, _ = part.indices(len(self))
+        self._verify_span(start, stop)
+        return self.unverified[part]
+
+    def read_rows(self, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[Any]:
+        """Return the `length` values (rows, length) from each start on, all of them in the file."""
+        if self._verified.find(0) >= 0:
+            for start in starts.tolist():
+                self._verify_span(start, start + length)
+        return read_rows(self.unverified, starts, length)
+
+    def verify(self) -> None:
+        """Verify every block. Raises Refusal (corpus-damaged)."""
+        self._verify_blocks(0, len(self._verified))
+
+    def _verify_span(self, start: int, stop: int) -> None:
+        """Verify the blocks of the values `start` to `stop - 1` that were not read before."""
         size = self.unverified.itemsize
         first = start * size // BLOCK_BYTES
         last = -(-stop * size // BLOCK_BYTES)
         if self._verified.find(0, first, last) >= 0:
             self._verify_blocks(first, last)
-        return self.unverified[part]
-
-    def verify(self) -> None:
-        """Verify every block. Raises Refusal (corpus-damaged)."""
-        self._verify_blocks(0, len(self._verified))
 
     def _verify_blocks(self, first: int, last: int) -> None:
         """Verify the blocks `first` to `last - 1` that were not read before."""
@@ -84,6 +96,13 @@ class VerifiedArray:
                     self._remedy,
                 )
             self._verified[block] = 1
+
+
+def read_rows(values: Tokens, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[Any]:
+    """Return the `length` values (rows, length) from each start on, all of them in the array."""
+    if isinstance(values, VerifiedArray):
+        return values.read_rows(starts, length)
+    return sliding_window_view(values, length)[starts]
 
 
 #: What tokens are read from; that of an earlier version's corpus, without checksums, is the file.

@@ -11,6 +11,7 @@ import re
 import resource
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -194,6 +195,16 @@ def synchronize_device(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
     elif device.type == "mps":
         torch.mps.synchronize()
+
+
+def mark_launched(device: torch.device) -> Callable[[], None]:
+    """Return a function that waits until a GPU has done what its current stream has launched so
+    far; other devices have done it by then."""
+    if device.type != "cuda":
+        return lambda: None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event.synchronize
 
 
 def give_back(size: int) -> None:

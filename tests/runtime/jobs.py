@@ -225,7 +225,8 @@ def hand_out(group: Group, plan: Plan, path: Path) -> int:
 
 
 def _gradients(made: Trainer, step: int) -> Gradients:
-    valid, outcome = made.gradients(step)
+    read = made.batches.read_step(step)
+    outcome = made.compute_gradients(read)
     whole = made.worker.executor.whole
     state = made.worker.state
     found = [
@@ -233,7 +234,7 @@ def _gradients(made: Trainer, step: int) -> Gradients:
         for replica in range(len(made.worker.plan.replicas))
     ]
     return Gradients(
-        outcome.loss / valid,
+        outcome.loss / read.valid,
         outcome.norm,
         [{n: g.numpy().copy() for n, g in one.items()} for one in found],
     )

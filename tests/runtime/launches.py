@@ -9,11 +9,19 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
+from torch.nn.functional import layer_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from farspan.runtime.model import kernels
+from benchmarks.gpu_step import plan_of
+from farspan.domain.model import ModelSpec
+from farspan.domain.train import TrainSpec
+from farspan.runtime.comm.topology import Topology
+from farspan.runtime.model import decoder, kernels
+from farspan.runtime.parallel import executor
+from farspan.runtime.parallel.executor import Executor
 
 #: Operators that only describe memory otherwise, or reserve it.
 NO_KERNELS = {
@@ -46,6 +54,9 @@ PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 #: (ATen/native/cuda/MultiTensorApply.cuh).
 BLOCK_ELEMENTS = 65_536
 LAUNCH_BLOCKS = 320
+#: The meta device lacks AdamW with a learning rate of its own memory.
+META_OPERATORS = torch.library.Library("aten", "IMPL", "Meta")
+META_OPERATORS.impl("_fused_adamw_.tensor_lr", lambda *given, **named: None)
 
 
 class Launch(NamedTuple):
@@ -108,3 +119,29 @@ def pose_as_gpu(patch: pytest.MonkeyPatch) -> None:
     """Let the head on the meta device be an H200's."""
     patch.setattr(kernels, "_pad_vocabulary", lambda V, device: -(-V // 64) * 64)
     patch.setattr(kernels, "_device_memory", lambda device: 141 * 10**9)
+
+
+def attend_by_flash(q: Tensor, k: Tensor, v: Tensor, policy: object) -> Tensor:
+    """Attention as a GPU computes it."""
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+
+
+def meta_executor(
+    patch: pytest.MonkeyPatch, spec: ModelSpec, train: TrainSpec, microbatches: int = 1
+) -> tuple[Executor, LaunchCounter]:
+    """Return an executor of one GPU, which the meta device stands for, with eager blocks, and what
+    counts its launches."""
+    counter = LaunchCounter()
+    pose_as_gpu(patch)
+    patch.setattr(decoder, "causal_attention", attend_by_flash)
+    # A GPU has one kernel for it; the meta device takes it apart.
+    patch.setattr(decoder.F, "rms_norm", lambda x, s, w, e: layer_norm(x, s, w, None, e))
+    patch.setattr(Topology, "device", "meta")
+    patch.setattr(executor, "synchronize_device", lambda device: None)
+    plan = plan_of(spec, train, "cuda")
+    (replica,) = plan.replicas
+    plan = replace(plan, replicas=(replace(replica, microbatches=microbatches),))
+    made = Executor(Topology(plan, 0), torch.device("meta"))
+    made.begin_run()
+    made.model.fused_loss = counter.fused_loss
+    return made, counter

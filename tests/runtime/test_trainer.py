@@ -48,7 +48,7 @@ class Start:
 
     def train(self) -> tuple[str, Trainer]:
         worker = build(self.run.load_plan(), self.run, Group(0, 1, torch.device("cpu")), self.emit)
-        worker.stop = lambda: self.steps[-1].step >= self.until
+        worker.stop = lambda: bool(self.steps) and self.steps[-1].step >= self.until
         made = Trainer(worker, lambda: self.now, background=self.background)
         made.restore()
         return made.run(), made
@@ -199,13 +199,13 @@ def test_fp16_steps_that_overflow_are_no_updates_of_the_optimizer(make, monkeypa
     resumption."""
     monkeypatch.setattr(trainer, "FIRST_LOSS_SCALE", 2.0**30)
     counted = []
-    update = TrainState.optimizer_step
+    update = TrainState.update
 
-    def counting(state, optimizer, lr, step, divisor):
-        counted.append(step)
-        update(state, optimizer, lr, step, divisor)
+    def counting(state, optimizer, scalars):
+        counted.append(scalars.updates)
+        update(state, optimizer, scalars)
 
-    monkeypatch.setattr(TrainState, "optimizer_step", counting)
+    monkeypatch.setattr(TrainState, "update", counting)
     run = make("run", precision="fp16", steps=40)
     first = Start(run, until=25)
     second = Start(run)

@@ -305,8 +305,15 @@ class Decoder(nn.Module):
         yield x_BSD
         for unit, block in enumerate(self.blocks, max(self.units[0], 1)):
             if self.recompute and self.training:
+                # Dropout is a function of its seeds: there is no other randomness to repeat.
                 x_BSD = torch.utils.checkpoint.checkpoint(
-                    block, x_BSD, rotation, dropout, unit, use_reentrant=False
+                    block,
+                    x_BSD,
+                    rotation,
+                    dropout,
+                    unit,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
                 )
             else:
                 x_BSD = block(x_BSD, rotation, dropout, unit)

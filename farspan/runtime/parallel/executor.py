@@ -34,7 +34,13 @@ from farspan.runtime.spans import Spans
 from farspan.runtime.state.full_state import FullState
 from farspan.runtime.state.muon import MatrixUpdates
 from farspan.runtime.state.tied_embeddings import TABLE, TiedEmbedding
-from farspan.runtime.state.train_state import WORKING_DTYPES, TrainState
+from farspan.runtime.state.train_state import (
+    WORKING_DTYPES,
+    TrainState,
+    UpdateScalars,
+    ema_decay,
+    update_scalars,
+)
 from farspan.runtime.state.zero_buckets import Bucket, ZeroDivision
 from farspan.semantics.kernel_choice import matrix_precision
 
@@ -198,15 +204,18 @@ class Executor:
     def optimizer_step(self, optimizer: Optimizer, lr: float, step: int, divisor: float) -> None:
         """Make one step of the optimizer, `step` counting from 1, on gradients divided by
         `divisor`."""
+        scalars = update_scalars(optimizer, lr, step, divisor)
+        self.update(optimizer, self.state.on_device(scalars))
+        self.messenger.wait_for_previous_step()
+
+    def update(self, optimizer: Optimizer, scalars: UpdateScalars) -> None:
+        """Make one step of the optimizer by numbers that lie where the state takes them from."""
         with self.spans("update"):
-            self.state.optimizer_step(optimizer, lr, step, divisor)
+            self.state.update(optimizer, scalars)
             if optimizer.average and self.outer is None:
-                self.state.update_weight_average(
-                    self.state.master, ema_decay(optimizer.average, step)
-                )
+                self.state.update_weight_average(self.state.master, scalars.average_weight)
         with self.spans("collective"):
             self.param_gather.all_gather_updated()
-        self.messenger.wait_for_previous_step()
 
     def synchronize_replicas(self, step: int, last: bool) -> None:
         """Synchronize the replicas, which have made their steps up to `step`."""
@@ -225,7 +234,7 @@ class Executor:
         average = plan.train.optimizer.average
         if average and self.outer is not None and plan.sync is not None:
             decay = ema_decay(average, step) ** plan.sync.every
-            self.state.update_weight_average(self.outer.synced_parameters, decay)
+            self.state.update_weight_average(self.outer.synced_parameters, 1 - decay)
         self.param_gather.all_gather_updated()
 
     def skip_step(self) -> None:
@@ -318,9 +327,3 @@ class Executor:
         """Publish the masters after they changed otherwise than by `optimizer_step`."""
         self.state.publish_masters()
         self.param_gather.all_gather_updated()
-
-
-def ema_decay(share: float, step: int) -> float:
-    """Return the decay of an average at a step: less in the first ones, which soon would be
-    forgotten (as TensorFlow's ExponentialMovingAverage has it)."""
-    return min(share, (1 + step) / (10 + step))

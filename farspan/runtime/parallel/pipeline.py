@@ -64,7 +64,7 @@ class Pipeline:
     def run_microbatches(
         self,
         read: Callable[[int], Batch],
-        scale: float,
+        scale: float | Tensor,
         on_loss: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """Make forward and backward passes of all microbatches; gradients of `scale` times the

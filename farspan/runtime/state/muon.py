@@ -39,8 +39,11 @@ def newton_schulz(x_AMN: Tensor, iterations: int, dtype: torch.dtype) -> Tensor:
     for _ in range(iterations):
         y_ANN = x_ANM @ x_ANM.mT
         y_ANN = torch.baddbmm(y_ANN, y_ANN, y_ANN, beta=QUINTIC_B, alpha=C)
-        x_ANM = A * x_ANM + y_ANN @ x_ANM
-    return (x_ANM.mT if tall else x_ANM).to(x_AMN.dtype)
+        if x_ANM.device.type == "cpu":
+            x_ANM = A * x_ANM + y_ANN @ x_ANM
+        else:  # One kernel instead of three.
+            x_ANM = torch.baddbmm(x_ANM, y_ANN, x_ANM, beta=A)
+    return (x_ANM.mT if tall else x_ANM).to(x_AMN.dtype).contiguous()
 
 
 class MatrixUpdates:
@@ -93,7 +96,7 @@ class MatrixUpdates:
 
     def _orthogonalize(self, whole: Mapping[str, Tensor], iterations: int) -> dict[str, Tensor]:
         """Return every matrix of these parameters for itself, those of one shape together."""
-        directions = {}
+        directions = dict[str, Tensor]()
         parts = defaultdict[torch.Size, list[Tensor]](list)
         targets = defaultdict[torch.Size, list[Tensor]](list)
         for name, momentum in whole.items():
@@ -104,10 +107,9 @@ class MatrixUpdates:
             for target in directions[name].split(rows):
                 targets[target.shape].append(target)
         for shape, same_shape in parts.items():
-            scale = 0.2 * max(shape) ** 0.5
             made = newton_schulz(torch.stack(same_shape), iterations, self._dtype)
-            for target, direction in zip(targets[shape], made, strict=True):
-                torch.mul(direction, scale, out=target)
+            made.mul_(0.2 * max(shape) ** 0.5)
+            torch._foreach_copy_(targets[shape], list(made.unbind()))
         return directions
 
     def _orthogonalize_over_axis(

@@ -10,6 +10,7 @@ of their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +31,45 @@ WORKING_DTYPES: dict[Precision, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+#: Devices that take what changes from step to step from their own memory, so that a step may be
+#: recorded as a graph: the same kernels, and the same bits, whether it is or not.
+RECORDING_DEVICES = frozenset({"cuda"})
 #: Backends whose fused AdamW ignores `grad_scale`, by which alone gradients are clipped and fp16's
 #: scale is taken off: Apple's GPUs until pytorch#186360.
 IGNORES_GRAD_SCALE = frozenset({"mps"})
+Scalar = float | Tensor
+
+
+class UpdateScalars(NamedTuple):
+    """What an update takes that changes from step to step: numbers of the host, or 0-dim fp32
+    tensors of the device."""
+
+    lr: Scalar
+    #: Of the tables of the embedding and the head, where Muon updates the matrices.
+    table_lr: Scalar
+    #: Updates of the run, this one included.
+    updates: Scalar
+    #: What gradients are divided by.
+    grad_divisor: Scalar
+    #: What the average of the weights moves towards them; 0 where there is none.
+    average_weight: Scalar = 0.0
+    #: 1.0 where the update is not to be made; None where the host has seen to that.
+    skip: Tensor | None = None
+
+
+def update_scalars(
+    optimizer: Optimizer, lr: float, updates: int, grad_divisor: float = 1.0
+) -> UpdateScalars:
+    """Return the numbers of the update that makes it `updates` in all."""
+    table_lr = lr * optimizer.muon.embedding if optimizer.muon else lr
+    average_weight = 1 - ema_decay(optimizer.average, updates) if optimizer.average else 0.0
+    return UpdateScalars(lr, table_lr, float(updates), grad_divisor, average_weight)
+
+
+def ema_decay(share: float, step: int) -> float:
+    """Return the decay of an average at a step: less in the first ones, which soon would be
+    forgotten (as TensorFlow's ExponentialMovingAverage has it)."""
+    return min(share, (1 + step) / (10 + step))
 
 
 class TrainState:
@@ -234,9 +271,9 @@ class TrainState:
         for average, master in zip(self.average, self.master, strict=False):
             average.copy_(master)
 
-    def update_weight_average(self, weights: Sequence[Tensor], share: float) -> None:
-        """Keep `share` of the average, and add the rest of these weights."""
-        torch._foreach_lerp_(self.average, list(weights), 1 - share)
+    def update_weight_average(self, weights: Sequence[Tensor], weight: Scalar) -> None:
+        """Move the average towards these weights by `weight` of the way."""
+        lerp_(self.average, weights, weight)
 
     def swap_weight_average(self) -> None:
         """Make the average the masters, and keep these in it meanwhile; and back again."""
@@ -259,9 +296,16 @@ class TrainState:
                 parts.append(part)
         if not parts:
             return 0.0
+        norms = torch.stack(torch._foreach_norm(parts))
+        if self.device.type in RECORDING_DEVICES:
+            return float(sum_of_squares(norms))
         # In double precision on the CPU: Apple's GPUs have none.
-        values = torch.stack(torch._foreach_norm(parts)).cpu().double().tolist()
+        values = norms.cpu().double().tolist()
         return sum((norm * norm for norm in values), 0.0)
+
+    def squared_norm_on_device(self) -> Tensor:
+        """Return the sum of the squares of the whole gradient, fp64, where it lies."""
+        return sum_of_squares(torch.stack(torch._foreach_norm(self.grad)))
 
     def remove_hooks(self) -> None:
         """Release the model: the hooks of its parameters hold both it and this state in memory."""
@@ -288,21 +332,35 @@ class TrainState:
     ) -> None:
         """Make one step on gradients divided by `grad_divisor`, and begin new ones. `step` counts
         updates from 1."""
+        scalars = update_scalars(optimizer, lr, step, grad_divisor)
+        self.update(optimizer, self.on_device(scalars))
+
+    def on_device(self, scalars: UpdateScalars) -> UpdateScalars:
+        """Return an update's numbers where this device takes them from."""
+        if self.device.type not in RECORDING_DEVICES:
+            return scalars
+        numbers = torch.tensor([*scalars[:5], 0.0], dtype=torch.float32)
+        return UpdateScalars(*numbers.to(self.device).unbind())
+
+    def update(self, optimizer: Optimizer, scalars: UpdateScalars) -> None:
+        """Make one step of the optimizer, and begin new gradients."""
         if len(self._begun) < len(self.parameters):
             raise RuntimeError("a parameter got no gradient: it would be updated by an older one")
-        self._adamw_step(optimizer, lr, step, grad_divisor)
+        self._adamw_step(optimizer, scalars)
         if self._updates is not None and optimizer.muon:
-            self._muon_step(self._updates, optimizer.muon, lr, optimizer.weight_decay, grad_divisor)
+            self._muon_step(self._updates, optimizer.muon, scalars, optimizer.weight_decay)
         self.clear_gradients()
         self.publish_masters()
 
-    def _adamw_step(self, optimizer: Optimizer, lr: float, step: int, grad_divisor: float) -> None:
+    def _adamw_step(self, optimizer: Optimizer, scalars: UpdateScalars) -> None:
         """Step AdamW (arXiv 1711.05101) for all elements that are not of matrices updated whole."""
-        divisor = torch.tensor(grad_divisor, dtype=torch.float32, device=self.device)
-        count = torch.tensor(float(step), device=self.device)
+        divisor = self._as_tensor(scalars.grad_divisor)
+        count = self._as_tensor(scalars.updates)
         # What is decayed, and is not Muon's, are the tables of the embedding and the head.
-        decayed_lr = lr * (optimizer.muon.embedding if optimizer.muon else 1.0)
-        for decay, decayed, rate in ((optimizer.weight_decay, True, decayed_lr), (0.0, False, lr)):
+        for decay, decayed, rate in (
+            (optimizer.weight_decay, True, scalars.table_lr),
+            (0.0, False, scalars.lr),
+        ):
             masters: list[Tensor] = []
             grads: list[Tensor] = []
             averages: list[Tensor] = []
@@ -335,34 +393,69 @@ class TrainState:
                 eps=optimizer.eps,
                 maximize=False,
                 grad_scale=grad_scale,
-                found_inf=None,
+                found_inf=scalars.skip,
             )
 
+    def _as_tensor(self, value: Scalar) -> Tensor:
+        if isinstance(value, Tensor):
+            return value
+        return torch.tensor(value, dtype=torch.float32, device=self.device)
+
     def _muon_step(
-        self,
-        updates: MatrixUpdates,
-        muon: Muon,
-        lr: float,
-        weight_decay: float,
-        grad_divisor: float,
+        self, updates: MatrixUpdates, muon: Muon, scalars: UpdateScalars, weight_decay: float
     ) -> None:
         """Step Muon with Nesterov's momentum for the matrices that this worker owns."""
+        buckets = [b for b, bucket in enumerate(self.buckets) if bucket.matrices]
+        if not buckets:
+            return
+        masters = [self.master[b] for b in buckets]
+        grads = [self.grad[b] for b in buckets]
+        averages = [self.exp_avg[b] for b in buckets]
+        lr = scalars.lr
+        momentum_weight: Scalar = 1 - muon.momentum
+        torch._foreach_div_(grads, scalars.grad_divisor)
+        # Without an update gradients may hold anything, and momentum and weights stay.
+        if scalars.skip is not None:
+            skipped = scalars.skip.bool()
+            for grad in grads:
+                grad.masked_fill_(skipped, 0.0)
+            lr = lr * ~skipped
+            momentum_weight = momentum_weight * ~skipped
+        lerp_(averages, grads, momentum_weight)
+        lerp_(grads, averages, muon.momentum)
+        torch._foreach_mul_(masters, 1 - lr * weight_decay)
+
         owned = []
-        for b, bucket in enumerate(self.buckets):
-            if bucket.matrices:
-                self.grad[b].div_(grad_divisor)
-                self.exp_avg[b].lerp_(self.grad[b], 1 - muon.momentum)
-                self.grad[b].lerp_(self.exp_avg[b], muon.momentum)
-                self.master[b].mul_(1 - lr * weight_decay)
-                owned += [i for i in bucket.members if self.owned_range(i)[1]]
+        for b in buckets:
+            owned += [i for i in self.buckets[b].members if self.owned_range(i)[1]]
         momenta = [self._view_owned(self.grad, i) for i in owned]
         matrices = [self.names[i] for i in owned]
         steps = updates.muon_directions(matrices, momenta, muon.iterations)
-        for i, step in zip(owned, steps, strict=True):
-            self._view_owned(self.master, i).sub_(step, alpha=lr)
+        if not steps:
+            return
+        weights = [self._view_owned(self.master, i) for i in owned]
+        if isinstance(lr, Tensor):
+            torch._foreach_mul_(steps, lr)
+            torch._foreach_sub_(weights, steps)
+        else:
+            torch._foreach_sub_(weights, steps, alpha=lr)
 
     def _view_owned(self, flats: Sequence[Tensor], index: int) -> Tensor:
         """Return parameter `index`, which this worker owns whole, inside its parts of buckets."""
         b, _ = self.home[index]
         _, _, where = self.owned_range(index)
         return flats[b][where].view(self.shapes[index])
+
+
+def sum_of_squares(norms: Tensor) -> Tensor:
+    """Return the sum of the squares (0-dim, fp64) of fp32 norms."""
+    return norms.double().square().sum()
+
+
+def lerp_(targets: Sequence[Tensor], ends: Sequence[Tensor], weight: Scalar) -> None:
+    """Move targets towards their ends by `weight` of the way."""
+    if isinstance(weight, Tensor):
+        for target, end in zip(targets, ends, strict=True):
+            target.lerp_(end, weight)
+    else:
+        torch._foreach_lerp_(list(targets), list(ends), weight)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from farspan.corpus.token_files import Tokens
+from farspan.corpus.token_files import Tokens, read_rows
 
 Indices = npt.NDArray[np.uint64]
 
@@ -76,15 +76,26 @@ class PackedWindows:
 
     def read(self, window: Indices) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Read inputs and targets (rows, seq_len); missing targets are -1, their inputs 0."""
-        inputs = np.zeros((len(window), self.seq_len), dtype=np.int64)
+        S = self.seq_len
+        inputs = np.zeros((len(window), S), dtype=np.int64)
         targets = np.full_like(inputs, -1)
-        counts = self.valid(window).tolist()
-        for row, number in enumerate(window.tolist()):
-            if valid := counts[row]:
-                span = self._read_span(number, valid + 1)
-                inputs[row, :valid] = span[:-1]
-                targets[row, :valid] = span[1:]
+        counts = self.valid(window)
+        # Whole windows of the file as it lies, in one operation.
+        whole = (counts == S) & self._in_file_order(window)
+        if whole.any():
+            spans = read_rows(self.tokens, window[whole].astype(np.int64) * S, S + 1)
+            inputs[whole] = spans[:, :-1]
+            targets[whole] = spans[:, 1:]
+        for row in np.flatnonzero(~whole & (counts > 0)).tolist():
+            valid = int(counts[row])
+            span = self._read_span(int(window[row]), valid + 1)
+            inputs[row, :valid] = span[:-1]
+            targets[row, :valid] = span[1:]
         return inputs, targets
+
+    def _in_file_order(self, window: Indices) -> npt.NDArray[np.bool_]:
+        """Return which windows are spans of the file."""
+        return np.ones(len(window), dtype=bool)
 
     def _read_span(self, window: int, count: int) -> npt.NDArray[np.integer]:
         """Return the first `count` tokens of a window and what follows it."""
@@ -106,6 +117,9 @@ class ReshuffledWindows(PackedWindows):
 
     def valid(self, window: Indices) -> npt.NDArray[np.int64]:
         return super().valid(window % np.uint64(self.count))
+
+    def _in_file_order(self, window: Indices) -> npt.NDArray[np.bool_]:
+        return window < self.count
 
     def _read_span(self, window: int, count: int) -> npt.NDArray[np.integer]:
         epoch, window = divmod(window, self.count)

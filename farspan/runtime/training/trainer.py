@@ -9,8 +9,6 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Literal
 
-import numpy as np
-
 from farspan.domain.plan import Plan
 from farspan.domain.plan_words import join_words
 from farspan.domain.problems import Refusal
@@ -22,9 +20,12 @@ from farspan.runtime.checkpoint.manifest import TrainerState
 from farspan.runtime.checkpoint.save import Checkpointer, Written
 from farspan.runtime.device import peak_memory
 from farspan.runtime.parallel.executor import Outcome
+from farspan.runtime.state.train_state import update_scalars
 from farspan.runtime.time_budget import RunWork, TimeBudget
 from farspan.runtime.training.batches import Batches
 from farspan.runtime.training.loss_outlier import PATIENCE, LossOutliers
+from farspan.runtime.training.prefetch import ReadStep
+from farspan.runtime.training.recorded_steps import RecordedSteps, StepResult
 from farspan.runtime.training.validation import Validation
 from farspan.runtime.training.worker_parts import Worker
 from farspan.semantics.identity import training_key, unlike_training
@@ -43,6 +44,8 @@ LOOK_S = 0.05
 #: Steps whose spans are recorded: the second and third of a start, and every 200th one.
 TRACED_FIRST = (1, 2)
 TRACED_EVERY = 200
+#: Steps between two questions for a GPU's peak of memory, which take 0.2 ms each.
+MEMORY_EVERY = 50
 
 
 def clip_divisor(norm: float, clip: float) -> float:
@@ -112,6 +115,13 @@ class Trainer:
             self._quantizes_sync = any(stage.grad_sync.bits < 32 for stage in stages)
         self._flushing = False
         self._reason_after_flush = ""
+        self._peak_bytes = 0
+        #: What launches the steps where the plan has them recorded.
+        self.recorded: RecordedSteps | None = None
+        if worker.plan.devices[worker.group.rank].graph is True:
+            self.recorded = RecordedSteps(
+                worker.executor, train, self.batches.layout, self._emit_warning
+            )
         #: The ranks whose preemption has ended this start, if one has.
         self.preempted: tuple[int, ...] = ()
 
@@ -138,8 +148,8 @@ class Trainer:
         reason = self._end_reason()
         first_step = state.step
         while not reason:
-            began = time.perf_counter()
-            periodic = state.step % TRACED_EVERY == TRACED_EVERY - 1
+            # A recorded step has no parts that the host could see.
+            periodic = state.step % TRACED_EVERY == TRACED_EVERY - 1 and self.recorded is None
             spans.on = periodic or state.step - first_step in TRACED_FIRST
             if state.step in state.left_out:
                 # Its gradient was not finite before the run went back to its checkpoint.
@@ -152,21 +162,10 @@ class Trainer:
             else:
                 worker.executor.grad_reducer.flush_residuals = self._flushing
                 with worker.group.step():
-                    loss, norm, tokens, lr = self._train_step(state.step)
+                    results = self._train_step(state.step)
                 state.step += 1
-                step_s = time.perf_counter() - began
-                event = Step(
-                    at=worker.clock(),
-                    step=state.step,
-                    loss=loss,
-                    lr=lr,
-                    grad_norm=norm,
-                    tokens=tokens,
-                    step_s=step_s,
-                    memory_bytes=peak_memory(worker.group.device),
-                    steps=None if train.deadline_s is None else state.steps,
-                )
-                worker.emit(event)
+                for result in results:
+                    self._emit_step(result)
             if spans.on:
                 now = worker.clock()
                 rank = worker.group.rank
@@ -179,6 +178,7 @@ class Trainer:
                 continue
             # Measure how long a validation takes: all read a few windows.
             if unmeasured and not first:
+                self._take_last_results()
                 validation.read_timed(0, min(validation.first, validation.round), budget)
                 budget.restart_step_clock()
             # A validation is due once a multiple of `every` steps was reached since the last outer
@@ -212,6 +212,7 @@ class Trainer:
         """Save the last state: unless the run will resume from there, one model of all replicas,
         which is then validated for as long as there is time. Returns why the run ends, as all know
         by then."""
+        self._take_last_results()
         executor = self.worker.executor
         outer = executor.outer
         if outer is not None and outer.under_way and reason not in STOP_REASONS:
@@ -227,6 +228,7 @@ class Trainer:
         if outer is not None:
             outer.close_messages()
         self.checkpointer.close()
+        self.batches.close()
         return reason
 
     def _stop_reason(self) -> str:
@@ -311,15 +313,14 @@ class Trainer:
             reason = "early-stop"
         return reason, bool(due)
 
-    def _train_step(self, step: int) -> tuple[float, float, int, float]:
-        """Make one update. Returns the mean loss and the gradient norm before clipping of this
-        worker's replica, the valid tokens of all, and the learning rate."""
-        plan = self.worker.plan
-        train = plan.train
+    def _train_step(self, step: int) -> list[StepResult]:
+        """Make one update. Returns the results that are known: of this step, or where steps are
+        recorded of the one before it."""
+        began = time.perf_counter()
+        train = self.worker.plan.train
         state = self.state
-        valid_tokens, outcome = self.gradients(step)
-        norm = outcome.norm / state.loss_scale
-        loss = outcome.loss / valid_tokens
+        executor = self.worker.executor
+        read = self.batches.read_step(step)
         used_time = self.budget.lr_progress(step, state.steps)
         lr = learning_rate(
             train.schedule,
@@ -330,29 +331,70 @@ class Trainer:
             limit=train.step_limit,
             total=state.steps,
         )
+        updates = step + 1 - state.skipped
+        if self.recorded is not None:
+            scalars = update_scalars(train.optimizer, lr, updates)
+            self.recorded.launch(step, read, scalars, state.loss_scale / read.valid)
+            return self._take_results(unread=1)
+
+        outcome = self.compute_gradients(read)
+        norm = outcome.norm / state.loss_scale
+        loss = outcome.loss / read.valid
         if self._check_finite_adjust_loss_scale(step, loss, norm, outcome):
             self._refuse_stray(step, outcome)
             divisor = state.loss_scale * clip_divisor(norm, train.optimizer.clip)
-            updates = step + 1 - state.skipped
-            self.worker.executor.optimizer_step(train.optimizer, lr, updates, divisor)
-        if len(plan.replicas) > 1:
-            first = step * train.batch
-            valid_tokens = self.batches.valid(np.arange(first, first + train.batch))
-        return loss, norm, valid_tokens, lr
+            executor.optimizer_step(train.optimizer, lr, updates, divisor)
+        seconds = time.perf_counter() - began
+        return [StepResult(step, loss, norm, read.valid_of_all, lr, seconds)]
 
-    def gradients(self, step: int) -> tuple[int, Outcome]:
-        """Compute the gradients of one step, in the state: of the mean loss times the loss scale.
-        Returns the valid tokens."""
-        executor = self.worker.executor
-        replica_samples = executor.topology.replica_samples(step)
-        valid_tokens = self.batches.valid(replica_samples)
-        tokens = np.empty(0, dtype=np.int64)
-        if executor.tied is not None:
-            tokens, _ = self.batches.read(replica_samples)
-        samples = executor.topology.samples_by_microbatch(step)
-        scale = self.state.loss_scale / valid_tokens
-        outcome = executor.compute_gradients(tokens, lambda i: self.batches.of(samples[i]), scale)
-        return valid_tokens, outcome
+    def compute_gradients(self, read: ReadStep) -> Outcome:
+        """Compute the gradients of one step, in the state: of the mean loss times the loss
+        scale."""
+        scale = self.state.loss_scale / read.valid
+        return self.worker.executor.compute_gradients(
+            read.replica_tokens, lambda i: self.batches.microbatch(read, i), scale
+        )
+
+    def _take_results(self, unread: int) -> list[StepResult]:
+        """Return the results of the steps that were launched but the `unread` newest."""
+        if self.recorded is None:
+            return []
+        results = self.recorded.take_results(unread)
+        rank = self.worker.group.rank
+        for result in results:
+            outcome = Outcome(result.loss, result.norm, {rank: (result.loss, result.norm**2)})
+            self._check_finite_adjust_loss_scale(result.step, result.loss, result.norm, outcome)
+        return results
+
+    def _take_last_results(self) -> None:
+        """Learn what came of all steps, before the weights are used otherwise."""
+        for result in self._take_results(unread=0):
+            self._emit_step(result)
+
+    def _emit_step(self, result: StepResult) -> None:
+        timed = self.worker.plan.train.deadline_s is not None
+        steps = self.state.steps if timed else None
+        memory = self._peak_memory(result.step)
+        event = Step(
+            at=self.worker.clock(),
+            step=result.step + 1,
+            loss=result.loss,
+            lr=result.lr,
+            grad_norm=result.norm,
+            tokens=result.valid,
+            step_s=result.seconds,
+            memory_bytes=memory,
+            steps=steps,
+        )
+        self.worker.emit(event)
+
+    def _peak_memory(self, step: int) -> int:
+        """Return the peak of memory; a GPU's allocator is asked seldom, as that takes long."""
+        device = self.worker.group.device
+        seldom = device.type == "cuda" and self._peak_bytes > 0
+        if not seldom or step % MEMORY_EVERY == 0:
+            self._peak_bytes = peak_memory(device)
+        return self._peak_bytes
 
     # -- what can go wrong
     #   -----------------------------------------------------------------------------------------
@@ -424,6 +466,7 @@ class Trainer:
 
     def _validate(self, last: bool = False) -> None:
         """Measure the loss, and keep the weights if it is the best so far."""
+        self._take_last_results()
         step = self.state.step
         with self.worker.executor.evaluation_weights():
             measured = self.validation.measure(step, self.budget, last=last)
@@ -461,6 +504,7 @@ class Trainer:
 
     def save(self, *, due: bool = False, last: bool = False, wait: bool = False) -> bool:
         """Save the state as it is (`Checkpointer.save`)."""
+        self._take_last_results()
         self._saved_at = self.monotonic()
         return self.checkpointer.save(self._copy_state(), due=due, last=last, wait=wait)
 
