@@ -22,6 +22,16 @@ def measure(context: Context) -> None:
         checks[f"three steps of {name}"] = lambda optimizer=optimizer: gpu_checks.check_updates(  # type: ignore[misc]
             context.device, optimizer
         )
+    checks["one gradient, computed 20 times"] = lambda: gpu_checks.check_repeated_gradients(
+        context.device
+    )
+    for name, optimizer in gpu_checks.OPTIMIZERS.items():
+        steps = 10 if context.dry else 200
+        checks[f"{steps} recorded steps of {name}"] = lambda optimizer=optimizer, steps=steps: (
+            gpu_checks.check_recorded_steps(  # type: ignore[misc]
+                context.device, optimizer, steps
+            )
+        )
     failed = [name for name, check in checks.items() if not passes(context, name, check)]
     if failed:
         sys.exit(f"failed: {'; '.join(failed)}")

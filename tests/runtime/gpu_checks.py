@@ -25,8 +25,12 @@ from farspan.domain.train import Muon, Optimizer, Precision, Regularization, Tra
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.model.decoder import Decoder, initial_parameters, load_whole
 from farspan.runtime.model.dropout import Dropout
+from farspan.runtime.parallel.device_step import StepLayout
 from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.parallel.pipeline import Batch
+from farspan.runtime.state.train_state import update_scalars
+from farspan.runtime.training.prefetch import ReadStep
+from farspan.runtime.training.recorded_steps import RecordedSteps
 from farspan.runtime.worker import compile_blocks
 from tests import tiny
 from tests.waiting import LIMIT_S, wait_for
@@ -36,6 +40,8 @@ GRADIENT_BOUNDS: dict[Precision, float] = {"fp32": 1e-4, "bf16": 5e-2}
 #: Largest relative difference of losses and of the weights' movement after three steps in fp32.
 LOSS_BOUND = 1e-4
 MOVEMENT_BOUND = 1e-2
+#: Largest relative difference of a recorded step's loss: rounding, should its bits be others.
+CURVE_BOUND = 1e-2
 OPTIMIZERS = {"adamw": Optimizer(), "muon": Optimizer(muon=Muon(embedding=3.0))}
 ROWS = 4
 LENGTH = 64
@@ -154,6 +160,78 @@ def weights_after_steps(device: torch.device, train: TrainSpec) -> tuple[torch.T
         losses.append(outcome.loss)
         executor.optimizer_step(train.optimizer, 1e-3, step, max(1.0, outcome.norm))
     return torch.cat([master.cpu() for master in executor.state.master]), losses
+
+
+def check_repeated_gradients(device: torch.device) -> dict[str, float]:
+    """Compute the gradients of one step twice, over as many tokens as the embedding's kernel takes
+    at once: they have the same bits."""
+    rows = 2048 // LENGTH
+    train = TrainSpec(steps=1, batch=rows, seq_len=LENGTH, precision="fp32")
+    executor = Executor(Topology(one_device(train, device.type), 0), device)
+    executor.load_parameters(initial_parameters(SPEC, 1))
+    random = torch.Generator().manual_seed(0)
+    whole = torch.randint(SPEC.vocab_size, (rows, LENGTH + 1), generator=random)
+    batch = Batch(whole[:, :-1].to(device), whole[:, 1:].to(device))
+    found = []
+    for _ in range(20):
+        executor.compute_gradients(whole.numpy(), lambda i: batch, 1 / (rows * LENGTH))
+        found.append(torch.cat([grad.cpu().clone() for grad in executor.state.grad]))
+        executor.state.clear_gradients()
+    differing = sum(not torch.equal(found[0], other) for other in found[1:])
+    assert not differing, f"{differing} of 19 repeated gradients have other bits"
+    return {"repeats": len(found)}
+
+
+def check_recorded_steps(
+    device: torch.device, optimizer: Optimizer, steps: int = 200
+) -> dict[str, float]:
+    """Compare the losses of recorded steps with those of the same steps one by one."""
+    rows = 8
+    train = TrainSpec(
+        steps=steps, batch=rows, seq_len=LENGTH, precision="bf16", optimizer=optimizer
+    )
+    random = torch.Generator().manual_seed(0)
+    # A few batches, which are learned.
+    batches = torch.randint(SPEC.vocab_size, (4, rows, LENGTH + 1), generator=random)
+    losses = {False: list[float](), True: list[float]()}
+    recorded = False
+    scale = 1 / (rows * LENGTH)
+    layout = StepLayout((rows,), LENGTH)
+    for records, found in losses.items():
+        executor = Executor(Topology(one_device(train, device.type), 0), device)
+        executor.load_parameters(initial_parameters(SPEC, 1))
+        made = RecordedSteps(executor, train, layout, warn=print)
+        for step in range(steps):
+            tokens_BS = batches[step % len(batches)]
+            if not records:
+                batch = Batch(tokens_BS[:, :-1].to(device), tokens_BS[:, 1:].to(device))
+                outcome = executor.compute_gradients(
+                    tokens_BS.numpy(), lambda i, batch=batch: batch, scale
+                )
+                found.append(outcome.loss * scale)
+                executor.optimizer_step(optimizer, 1e-3, step + 1, max(1.0, outcome.norm))
+                continue
+            inputs = torch.zeros(layout.size, dtype=torch.int32)
+            layout.tokens(inputs, 0)[0] = tokens_BS[:, :-1]
+            layout.tokens(inputs, 0)[1] = tokens_BS[:, 1:]
+            read = ReadStep(rows * LENGTH, rows * LENGTH, tokens_BS.numpy(), inputs)
+            made.launch(step, read, update_scalars(optimizer, 1e-3, step + 1), scale)
+            found += [result.loss for result in made.take_results(unread=1)]
+        found += [result.loss for result in made.take_results(unread=0)]
+        recorded = made.recorded
+    largest = max(abs(a - b) / a for a, b in zip(losses[False], losses[True], strict=True))
+    assert len(losses[True]) == steps and recorded == (device.type == "cuda")
+    assert largest <= CURVE_BOUND, f"a loss differs by {largest:.2e}"
+    return {"same_bits": losses[False] == losses[True], "loss_error": largest}
+
+
+def one_device(train: TrainSpec, backend: str) -> Plan:
+    """Return the plan of one device and one microbatch."""
+    made = plan(train, backend, microbatches=1)
+    (replica,) = made.replicas
+    (stage,) = replica.stages
+    whole = replace(replica, stages=(replace(stage, rows=(train.batch,)),))
+    return replace(made, replicas=(whole,))
 
 
 def check_whole_run(folder: Path, backend: str, whole: WholeRun) -> dict[str, float]:

@@ -27,3 +27,12 @@ def test_three_steps_on_a_gpu_are_those_of_a_cpu(optimizer):
 
 def test_a_run_on_a_gpu_is_stopped_resumed_embedded_and_searched(tmp_path):
     gpu_checks.check_whole_run(tmp_path, "cuda", gpu_checks.WholeRun())
+
+
+def test_a_gradient_that_is_computed_again_on_a_gpu_has_the_same_bits():
+    gpu_checks.check_repeated_gradients(GPU)
+
+
+@pytest.mark.parametrize("optimizer", gpu_checks.OPTIMIZERS)
+def test_recorded_steps_on_a_gpu_are_those_made_one_by_one(optimizer):
+    gpu_checks.check_recorded_steps(GPU, gpu_checks.OPTIMIZERS[optimizer])

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.runtime.model import kernels
+from farspan.runtime.model import decoder, kernels
 from farspan.runtime.model.decoder import vanilla_attention
 
 
@@ -129,3 +129,23 @@ def test_a_head_with_rows_of_zeros_behind_it_is_the_same_head(monkeypatch):
     torch.testing.assert_close(padded, alone, rtol=1e-12, atol=0)
     for ours, reference in zip(padded_grads, alone_grads, strict=True):
         torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
+
+
+def test_lookups_that_are_divided_are_the_same(monkeypatch):
+    """Between 1,024 and 3,072 tokens, where a GPU's kernel of the gradient is unsafe."""
+    generator = torch.Generator().manual_seed(0)
+    for tokens, lookups in (((4, 256), 1), ((5, 256), 2), ((12, 256), 3), ((13, 256), 1)):
+        tokens_BS = torch.randint(50, tokens, generator=generator)
+        gradient_BSD = torch.randn(*tokens, 8, generator=generator)
+        gradients = {}
+        for device in ("cuda", "cpu"):
+            monkeypatch.setattr(decoder, "UNSAFE_LOOKUP_DEVICES", frozenset({device}))
+            table_VD = torch.randn(50, 8, generator=torch.Generator().manual_seed(1))
+            table_VD.requires_grad_()
+            x_BSD = decoder.embed_tokens(tokens_BS, table_VD)
+            assert torch.equal(x_BSD, table_VD[tokens_BS])
+            x_BSD.backward(gradient_BSD)
+            gradients[device] = table_VD.grad
+            divided = "View" in str(x_BSD.grad_fn)
+            assert divided == (lookups > 1 and device == "cpu")
+        torch.testing.assert_close(gradients["cpu"], gradients["cuda"])

@@ -39,6 +39,24 @@ class Linear(nn.Linear):
         pass
 
 
+#: Tokens of one gradient of an embedding on NVIDIA's GPUs: between these numbers PyTorch's kernel
+#: reads indices that it is replacing (pytorch#187687), and rarely adds to the wrong rows.
+SAFE_LOOKUP_TOKENS = 1024
+LAST_UNSAFE_LOOKUP_TOKENS = 3072
+UNSAFE_LOOKUP_DEVICES = frozenset({"cuda"})
+
+
+def embed_tokens(tokens_BS: Tensor, table_VD: Tensor) -> Tensor:
+    """Return the rows (B, S, D) of tokens; several lookups where one would be unsafe."""
+    count = tokens_BS.numel()
+    unsafe = SAFE_LOOKUP_TOKENS < count <= LAST_UNSAFE_LOOKUP_TOKENS
+    if not unsafe or tokens_BS.device.type not in UNSAFE_LOOKUP_DEVICES:
+        return F.embedding(tokens_BS, table_VD)
+    parts = tokens_BS.flatten().split(SAFE_LOOKUP_TOKENS)
+    rows_ND = torch.cat([F.embedding(part, table_VD) for part in parts])
+    return rows_ND.view(*tokens_BS.shape, -1)
+
+
 class TokenEmbedding(nn.Embedding):
     """A table without first values, as `Linear`."""
 
@@ -326,11 +344,11 @@ class Decoder(nn.Module):
         tokens_BS = layouts.convert_between(tokens_BS, TOKENS, "tok")
         shard = layouts.vocabulary_shard("tok")
         if shard is None:
-            x_BSD = F.embedding(tokens_BS, table_VD)
+            x_BSD = embed_tokens(tokens_BS, table_VD)
         else:
             tokens_BS = tokens_BS - shard.first
             absent_BS = (tokens_BS < 0) | (tokens_BS >= len(table_VD))
-            x_BSD = F.embedding(tokens_BS.masked_fill(absent_BS, 0), table_VD)
+            x_BSD = embed_tokens(tokens_BS.masked_fill(absent_BS, 0), table_VD)
             x_BSD = x_BSD.masked_fill(absent_BS.unsqueeze(-1), 0.0)
         if self.spec.positions == "learned":
             first = self.spec.extra_positions
