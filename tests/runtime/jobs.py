@@ -3,6 +3,7 @@ at once."""
 
 from __future__ import annotations
 
+import itertools
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,10 @@ from farspan.runtime.training.trainer import Trainer
 from farspan.runtime.training.validation import LossSums
 from farspan.runtime.worker import build
 from tests.runtime import reference
+from tests.runtime.copies import SlowCopies, slow_copies
 
+#: A snapshot that is looked at takes this long at most: steps take milliseconds.
+SLOW_SNAPSHOT_S = 0.05
 Arrays = dict[str, NDArray[np.float32]]
 
 
@@ -50,6 +54,20 @@ class Trained(NamedTuple):
     #: What rank 0 says.
     saved: list[int]
     warned: list[str]
+
+
+class SlowlyCopied(NamedTuple):
+    """What a worker's device copied late, and the shapes of what changed meanwhile."""
+
+    downloads: int
+    uploads: int
+    changed: list[tuple[int, ...]]
+
+    @classmethod
+    def of(cls, copies: list[SlowCopies]) -> SlowlyCopied:
+        changed = list(itertools.chain.from_iterable(engine.changed for engine in copies))
+        downloads = sum(engine.downloads for engine in copies)
+        return cls(downloads, sum(engine.uploads for engine in copies), changed)
 
 
 class WorkClock:
@@ -113,6 +131,24 @@ def check(group: Group, plan: Plan, path: Path, step: int) -> tuple[Gradients, T
         found = _gradients(made, step)
         made.worker.executor.skip_step()
         return found, _trained(made, events)
+
+
+def check_with_slow_copies(
+    group: Group, plan: Plan, path: Path, step: int, seed: int
+) -> tuple[Gradients, Trained, SlowlyCopied]:
+    """As `check`, on devices that copy beside what they compute, and late."""
+    with slow_copies(seed + group.rank) as copies:
+        found, trained = check(group, plan, path, step)
+    return found, trained, SlowlyCopied.of(copies())
+
+
+def train_with_slow_copies(
+    group: Group, plan: Plan, path: Path, seed: int
+) -> tuple[Trained, SlowlyCopied]:
+    """As `train`, on devices that copy beside what they compute, later than a step takes."""
+    with slow_copies(seed + group.rank, most_s=SLOW_SNAPSHOT_S) as copies:
+        trained = train(group, plan, path)
+    return trained, SlowlyCopied.of(copies())
 
 
 def train(group: Group, plan: Plan, path: Path, until: int | None = None) -> Trained:

@@ -12,7 +12,9 @@ from collections import deque
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+from farspan.runtime.comm.host_staging import HostCopy
 from farspan.runtime.comm.message_tags import tag
 from farspan.runtime.comm.messages import Messenger, Posted
 from farspan.runtime.comm.topology import Topology
@@ -33,11 +35,21 @@ class ScalarExchange:
         self.others = [rank for rank in topology.ranks if rank != topology.rank]
         self._num_sent = 0
         self._num_posted = 0
-        self._own_values: deque[Sequence[float]] = deque()
+        self._own_values: deque[Sequence[float] | HostCopy] = deque()
         self._waiting: deque[list[Posted]] = deque()
 
     def send_values(self, values: Sequence[float]) -> None:
         """Send this worker's part."""
+        self._send(torch.tensor(values, dtype=torch.float64))
+        self._own_values.append(values)
+
+    def send_computed(self, values: Tensor) -> None:
+        """Send this worker's part, double and on a GPU, as soon as it is computed; nobody waits for
+        that."""
+        self._send(values)
+        self._own_values.append(self._messenger.staging.download(values))
+
+    def _send(self, values: Tensor) -> None:
         messenger = self._messenger
         while self._num_posted < self._num_sent + AHEAD:
             number = tag(self._channel, self._num_posted)
@@ -46,8 +58,7 @@ class ScalarExchange:
             self._num_posted += 1
         number = tag(self._channel, self._num_sent)
         for rank in self.others:
-            messenger.send(torch.tensor(values, dtype=torch.float64), rank, number)
-        self._own_values.append(values)
+            messenger.send(values, rank, number)
         self._num_sent += 1
 
     @property
@@ -56,7 +67,12 @@ class ScalarExchange:
 
     def receive_values(self) -> dict[int, Sequence[float]]:
         """Return all workers' parts of the oldest exchange that was not received yet, by rank."""
-        parts: dict[int, Sequence[float]] = {self._rank: self._own_values.popleft()}
+        own = self._own_values.popleft()
+        if isinstance(own, HostCopy):
+            own_copy = own
+            own = own_copy.wait().tolist()
+            own_copy.give_back()
+        parts: dict[int, Sequence[float]] = {self._rank: own}
         for rank, receive in zip(self.others, self._waiting.popleft(), strict=True):
             parts[rank] = receive.wait().tolist()
         return {rank: parts[rank] for rank in sorted(parts)}

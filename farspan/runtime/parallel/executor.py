@@ -19,6 +19,7 @@ from torch import Tensor
 
 from farspan import models
 from farspan.domain.train import Optimizer
+from farspan.runtime.comm.host_staging import HostStaging
 from farspan.runtime.comm.message_tags import MessageChannel
 from farspan.runtime.comm.messages import Messenger
 from farspan.runtime.comm.scalars import ScalarExchange
@@ -72,7 +73,8 @@ class Executor:
         stage = topology.stage
         self.topology = topology
         self.device = device
-        self.messenger = Messenger()
+        self.staging = HostStaging(device)
+        self.messenger = Messenger(self.staging)
         # On MPS spans are of orders given (domain.run_events.IN_STEP).
         self.spans = Spans() if device.type == "mps" else Spans(lambda: synchronize_device(device))
         self.groups = groups = ProcessGroups(topology)
@@ -130,7 +132,9 @@ class Executor:
         self.tied: TiedEmbedding | None = None
         if shared and (topology.first or topology.last):
             self.tied = TiedEmbedding(topology, self.state, self.messenger, self._table_rows())
-        self.outer = OuterStep(topology, self.state, self.whole) if plan.sync else None
+        self.outer: OuterStep | None = None
+        if plan.sync is not None:
+            self.outer = OuterStep(topology, self.state, self.whole, self.staging)
         self.grad_reducer.on_bucket_ready = self.param_gather.on_bucket_ready
         self.grad_reducer.on_bucket_reduced = self._on_bucket_reduced
 
@@ -204,6 +208,7 @@ class Executor:
     def optimizer_step(self, optimizer: Optimizer, lr: float, step: int, divisor: float) -> None:
         """Make one step of the optimizer, `step` counting from 1, on gradients divided by
         `divisor`."""
+        self.staging.delay_changes()
         scalars = update_scalars(optimizer, lr, step, divisor)
         self.update(optimizer, self.state.on_device(scalars))
         self.messenger.wait_for_previous_step()
@@ -220,12 +225,14 @@ class Executor:
     def synchronize_replicas(self, step: int, last: bool) -> None:
         """Synchronize the replicas, which have made their steps up to `step`."""
         assert self.outer is not None
+        self.staging.delay_changes()
         self.outer.synchronize_replicas(last)
         self._publish_outer_step(step)
 
     def finish_outer_sync(self, step: int) -> None:
         """Take the exchange under way: no outer sync comes any more."""
         assert self.outer is not None
+        self.staging.delay_changes()
         self.outer.finish_exchange()
         self._publish_outer_step(step)
 
@@ -245,7 +252,11 @@ class Executor:
         self.messenger.wait_for_previous_step()
 
     def _send_loss(self, loss: Tensor) -> None:
-        self._send_totals(float(loss), 0.0)
+        if self.staging.engine is None:
+            self._send_totals(float(loss), 0.0)
+        else:
+            counted = loss if self._counts_loss else torch.zeros_like(loss)
+            self.totals.send_computed(torch.stack((counted, torch.zeros_like(loss))).double())
 
     def _send_totals(self, loss: float, squares: float) -> None:
         self.totals.send_values((loss if self._counts_loss else 0.0, squares))
@@ -288,6 +299,7 @@ class Executor:
     def evaluation_weights(self) -> Iterator[None]:
         """Give the model the run's weights meanwhile: their average, or what a checkpoint has,
         which is the model of all replicas' last outer sync."""
+        self.staging.delay_changes()
         outer = self.outer if self.outer is not None and self.outer.under_way else None
         if self.state.average:
             self.state.swap_weight_average()
@@ -306,6 +318,7 @@ class Executor:
 
     def load_parameters(self, values: Iterable[tuple[str, Tensor]]) -> None:
         """Take the whole values of all parameters of the model: of each, the part that is here."""
+        self.staging.delay_changes()
         self.state.load_parameters(self._own_parts(values))
         self.begin_run()
 

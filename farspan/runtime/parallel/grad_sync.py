@@ -10,6 +10,10 @@ NCCL asks for more: collectives of different communicators start in one order, t
 there follows one of another communicator without the host looking whether that has ended, and what
 the sites have summed is spread once the step's last bucket has begun. When a bucket's collectives
 start is then decided by the backward pass alone, which is the same on all ranks of a stage.
+
+The host never waits for a GPU here. While the backward pass runs it looks whether NCCL's sums have
+ended; when they are wanted the device's stream waits for them, bucket after bucket. What goes
+through the host's memory is copied during the passes (`host_staging`).
 """
 
 from __future__ import annotations
@@ -45,9 +49,11 @@ UNDER_WAY = 64 * 2**20
 
 @dataclass(frozen=True)
 class _StreamWait:
-    """A collective that the device's stream waits for, and the host does not."""
+    """A collective of NCCL, for which the device's stream waits and the host does not: at once, or
+    when its result is wanted, as what is computed until then need not wait."""
 
     work: dist.Work
+    at_once: bool = False
 
 
 Wait = dist.Work | Future[Tensor] | Future[None] | _StreamWait
@@ -119,6 +125,7 @@ class GradReducer:
         self._scatter = scatter if topology.backend(self._data) == NCCL else None
         plain = whole and not self._by_site and sync.bits == 32
         self._all = make_group(plain, self._batch, "sum")
+        self._has_nccl_all = topology.backend(self._batch) == NCCL
         self._inside = make_group(whole and self._by_site, self._home, "inside")
         # The two kinds of collectives may interleave otherwise on each rank, which needs a group
         # for each; under NCCL they do not.
@@ -162,7 +169,7 @@ class GradReducer:
             posted: dict[int, Posted] = {}
             self._coming[b] = posted
             for rank in self._cross_site_peers(bucket, b):
-                posted[rank] = self._messenger.post(size, torch.uint8, rank, number)
+                posted[rank] = self._messenger.post(size, torch.uint8, rank, number, uploaded=True)
 
     def _cross_site_peers(self, bucket: Bucket, b: int) -> list[int]:
         """Return the workers that sum a bucket over sites with this one, straight: none where
@@ -191,7 +198,8 @@ class GradReducer:
                 self._active.append(_Running(bucket, phases))
         self.progress_buckets()
         if self._state.division.zero >= 2:
-            self._progress_while(self._holds_too_much)
+            # The stream waits for one bucket after another, until few are under way.
+            self._progress_while(self._holds_too_much, 1)
 
     def _holds_too_much(self) -> bool:
         elements = 0
@@ -199,13 +207,15 @@ class GradReducer:
             elements += self._state.buckets[running.bucket].size
         return 4 * elements > UNDER_WAY
 
-    def progress_buckets(self) -> bool:
-        """Advance every bucket as far as what it waits for has come; whether any advanced."""
+    def progress_buckets(self, wanted: int = 0) -> bool:
+        """Advance every bucket as far as what it waits for has come; whether any advanced. The
+        device's stream waits for NCCL's collectives of the first `wanted` buckets under way."""
         advanced = False
         # The phase that a bucket may enter last: that of the bucket before it.
         limit = sys.maxsize
-        for running in self._active:
-            while not running.ended and running.phase < limit and running.is_ready():
+        for place, running in enumerate(self._active):
+            in_stream = place < wanted
+            while not running.ended and running.phase < limit and running.is_ready(in_stream):
                 running.next_phase()
                 advanced = True
                 if running.ended:
@@ -227,14 +237,14 @@ class GradReducer:
         """Wait until the sums of all buckets are complete."""
         if any(count > 0 for count in self._missing):
             raise RuntimeError("a parameter got no gradient: its bucket was never sent")
-        self._progress_while(lambda: bool(self._active))
+        self._progress_while(lambda: bool(self._active), len(self._active))
         self._missing = []
 
-    def _progress_while(self, needed: Callable[[], bool]) -> None:
-        """Look after what is under way as long as it is needed."""
+    def _progress_while(self, needed: Callable[[], bool], wanted: int) -> None:
+        """Look after what is under way as long as it is needed, `wanted` buckets first."""
         pause = SHORTEST_S
         while needed():
-            if self.progress_buckets():
+            if self.progress_buckets(wanted):
                 pause = SHORTEST_S
             else:
                 time.sleep(pause)
@@ -253,7 +263,8 @@ class GradReducer:
         waits: list[Wait] = []
         if bucket.partial and self._tensor:
             work = _all_reduce(full, self._tensor)
-            waits.append(_StreamWait(work) if self._has_nccl_tensor else work)
+            # Its sum goes into the next collective at once.
+            waits.append(_StreamWait(work, at_once=True) if self._has_nccl_tensor else work)
         yield waits
         if bucket.ways > 1:
             whole = [full]
@@ -266,7 +277,11 @@ class GradReducer:
             yield from self._cross_site_all_reduce(b, full)
             yield []
         else:
-            yield [_all_reduce(full, self._all)] if self._all else []
+            if self._all:
+                work = _all_reduce(full, self._all)
+                yield [_wait_for(work, has_nccl=self._has_nccl_all)]
+            else:
+                yield []
             yield []
             yield []
 
@@ -278,7 +293,7 @@ class GradReducer:
         if self._scatter is not None:
             part = torch.empty(owned_length(state.buckets[b]), device=state.device)
             work = dist.reduce_scatter_tensor(part, whole[0], group=self._scatter, async_op=True)
-            yield [_require_work(work)]
+            yield [_wait_for(work, has_nccl=True)]
             whole.clear()
         else:
             part = yield from self._sum_sent_parts(b, whole.pop(), round_)
@@ -298,30 +313,31 @@ class GradReducer:
         size = full.numel() // len(self._data)
         number = tag(MessageChannel.SCATTER, round_ * len(self._state.buckets) + b)
         parts = list(full.split(size))
-        arriving: list[Posted] = []
+        arriving: dict[int, Posted] = {}
         leaving: list[Sent] = []
         for k, rank in enumerate(self._data):
             if rank != self._rank:
-                arriving.append(self._messenger.post(size, full.dtype, rank, number))
+                arriving[k] = self._messenger.post(size, full.dtype, rank, number, uploaded=True)
                 leaving += self._messenger.send(parts[k], rank, number)
-                parts[k] = arriving[-1].buffer
         # What leaves may neither change nor stay in memory: it is waited for, too.
-        arrivals = [self._scatter_waiter.submit(message.wait) for message in arriving]
+        arrivals = [self._scatter_waiter.submit(message.wait) for message in arriving.values()]
         departures = [self._scatter_waiter.submit(message.wait) for message in leaving]
         yield [*arrivals, *departures]
-        total = parts[0].to(full.device, copy=True)
+        for k, message in arriving.items():
+            parts[k] = message.upload()
+        total = parts[0].clone()
         for part in parts[1:]:
-            total += part.to(full.device)
+            total += part
         return total
 
     def _hierarchical_all_reduce(self, b: int, full: Tensor) -> Phases:
         """Sum on one worker of each site, another one for each bucket; between these; and spread
         inside the site."""
         leader = self._home[b % len(self._home)]
-        works = []
+        works: list[Wait] = []
         if self._inside:
             work = dist.reduce(full, leader, group=self._inside, async_op=True)
-            works.append(_require_work(work))
+            works.append(_wait_for(work, has_nccl=self._has_nccl_home))
         yield works
         # What the sites have summed waits here: its broadcast would else start at another place
         # among the other buckets' sums on each rank.
@@ -330,7 +346,7 @@ class GradReducer:
         works = []
         if self._back:
             work = dist.broadcast(full, leader, group=self._back, async_op=True)
-            works.append(_require_work(work))
+            works.append(_wait_for(work, has_nccl=self._has_nccl_home))
         yield works
 
     def _cross_site_all_reduce(self, b: int, full: Tensor, gate: Sequence[Wait] = ()) -> Phases:
@@ -354,7 +370,7 @@ class GradReducer:
         del content
         arrivals = [self._across_waiter.submit(receive.wait) for receive in posted.values()]
         yield [*arrivals, *gate]
-        contents = {rank: receive.buffer.to(full.device) for rank, receive in posted.items()}
+        contents = {rank: receive.upload() for rank, receive in posted.items()}
         order = sorted([*contents, own])
         # The first two of a sum may change places, so that most begin with what is here already.
         first = own if own in order[:2] else order[0]
@@ -378,8 +394,8 @@ class _Running:
         self._phases = phases
         self._waits: Waits = next(phases)
 
-    def is_ready(self) -> bool:
-        return all(map(_is_complete, self._waits))
+    def is_ready(self, in_stream: bool) -> bool:
+        return all(_is_complete(wait, in_stream) for wait in self._waits)
 
     def next_phase(self) -> None:
         for wait in self._waits:
@@ -397,16 +413,23 @@ class _Running:
             self._waits = ()
 
 
-def _is_complete(wait: Wait) -> bool:
+def _is_complete(wait: Wait, in_stream: bool) -> bool:
+    """Return whether what follows a wait may be launched; that of NCCL's collectives always may be
+    where the stream waits (`in_stream`)."""
     if isinstance(wait, Future):
         return wait.done()
-    return isinstance(wait, _StreamWait) or wait.is_completed()
+    if isinstance(wait, _StreamWait):
+        return in_stream or wait.at_once or wait.work.is_completed()
+    return wait.is_completed()
 
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
-    return _require_work(dist.all_reduce(tensor, group=group, async_op=True))
-
-
-def _require_work(work: dist.Work | None) -> dist.Work:
+    work = dist.all_reduce(tensor, group=group, async_op=True)
     assert work is not None
     return work
+
+
+def _wait_for(work: dist.Work | None, *, has_nccl: bool) -> Wait:
+    """Return the wait for a collective of a group."""
+    assert work is not None
+    return _StreamWait(work) if has_nccl else work

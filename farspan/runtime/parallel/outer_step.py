@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from farspan.domain.problems import Refusal
+from farspan.runtime.comm.host_staging import HostStaging
 from farspan.runtime.comm.message_tags import MessageChannel, tag
 from farspan.runtime.comm.messages import Messenger, Posted
 from farspan.runtime.comm.quantize import Codec, ErrorFeedback
@@ -42,11 +43,14 @@ class OuterStep:
     `finish_exchange` where none comes any more, `resume_exchange` after the state was restored at
     an outer sync."""
 
-    def __init__(self, topology: Topology, state: TrainState, whole: FullState) -> None:
+    def __init__(
+        self, topology: Topology, state: TrainState, whole: FullState, staging: HostStaging
+    ) -> None:
         plan = topology.plan
         assert plan.sync is not None
         self._state = state
         self._sync = plan.sync
+        self._staging = staging
         # Its own: an exchange may take H steps, and the end of each step waits for what the steps
         # before have sent.
         self._messenger = Messenger()
@@ -161,7 +165,8 @@ class OuterStep:
                 handed.append(self._messenger.post(elements, torch.float32, send.source, inside))
             self._coming[r] = _Exchange(receives, handed)
         pairs = zip(self.synced_parameters, self._state.master, strict=True)
-        self._own = own = torch.cat([anchor - master for anchor, master in pairs]).cpu()
+        change = torch.cat([anchor - master for anchor, master in pairs])
+        self._own = own = self._staging.fetch(change)
         encoded: dict[tuple[int, int], Tensor] = {}
         for chunk in itertools.chain.from_iterable(route.chunks for route in self._routes.values()):
             if chunk not in encoded:
@@ -205,7 +210,7 @@ class OuterStep:
         for b, master in enumerate(masters):
             anchor = self.synced_parameters[b]
             momentum = self.momentum[b]
-            gradient = gradients[b].to(master.device)
+            gradient = self._staging.upload(gradients[b])
             # Nesterov's momentum as torch.optim.SGD has it.
             momentum.mul_(self._sync.momentum).add_(gradient)
             step = gradient.add(momentum, alpha=self._sync.momentum)

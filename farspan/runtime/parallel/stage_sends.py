@@ -129,7 +129,9 @@ class StageMessages:
         arriving = iter(self._waiting.popleft())
         for send in self._receives:
             rows = self._flat_rows(x, send)
-            content = next(arriving).wait().to(self._device)
+            posted = next(arriving)
+            posted.wait()
+            content = posted.upload()
             if self._codec is not None:
                 content = self._codec.dequantize(content, rows.numel())
             rows.copy_(content)
@@ -138,7 +140,9 @@ class StageMessages:
         for send in self._hands:
             self._messenger.send(self._flat_rows(x, send), send.target, inside)
         for send in self._handed:
-            self._flat_rows(x, send).copy_(next(arriving).wait())
+            posted = next(arriving)
+            posted.wait()
+            self._flat_rows(x, send).copy_(posted.upload())
         self._taken += 1
         self.post_receives()
         return x
@@ -156,11 +160,16 @@ class StageMessages:
                 if self._codec is not None:
                     size = self._codec.encoded_size(size)
                     dtype = torch.uint8
-                receive = self._messenger.post(size, dtype, send.source, across, self._groups)
+                receive = self._messenger.post(
+                    size, dtype, send.source, across, self._groups, uploaded=True
+                )
                 posted.append(receive)
             for send in self._handed:
                 size = self._count_elements(send)
-                posted.append(self._messenger.post(size, self._dtype, send.source, inside))
+                receive = self._messenger.post(
+                    size, self._dtype, send.source, inside, uploaded=True
+                )
+                posted.append(receive)
             self._waiting.append(posted)
 
     def _flat_rows(self, x: Tensor, send: Send) -> Tensor:

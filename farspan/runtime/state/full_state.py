@@ -87,7 +87,8 @@ class FullState:
         if self._rank != 0:
             for rank, bucket in sources:
                 if rank == self._rank:
-                    self._messenger.send(flats[bucket].reshape(-1), 0, number)
+                    # All at once, and once a run: not by buffers that would stay.
+                    self._messenger.send(flats[bucket].reshape(-1).cpu(), 0, number)
             self._messenger.close()
             return {}
         posted: dict[tuple[int, int], Posted] = {}
@@ -169,7 +170,7 @@ class FullState:
                 if b < len(self.manifests[rank].pieces):
                     values = content(rank, b)
                     if len(values):  # Of Muon's matrices there is no second moment.
-                        self._messenger.send(values, rank, number)
+                        self._messenger.send(values.cpu(), rank, number)
             # Few are held at once. A receiver has posted all of them before it waits for any.
             self._messenger.wait_for_previous_step()
         self._messenger.close()

@@ -10,6 +10,7 @@ rounded).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -120,7 +121,9 @@ class TiedEmbedding:
     def add_received(self) -> None:
         """Add the other end's gradient, and hand it on inside the site."""
         table = self._gradient()
-        gradient = torch.empty(len(self._received_rows), table.shape[1])
+        shape = (len(self._received_rows), table.shape[1])
+        buffer = self._messenger.staging.make_buffer(math.prod(shape), torch.float32)
+        gradient = buffer.values.view(shape)
         for rows, posted in self._receives:
             gradient[rows].view(-1).copy_(posted.wait())
         inside = tag(self._other_channel, self._count, inside=True)
@@ -129,7 +132,7 @@ class TiedEmbedding:
         for rows, posted in self._handed:
             gradient[rows].view(-1).copy_(posted.wait())
         own_rows = self._local_rows(self._received_rows)
-        table.index_add_(0, own_rows, gradient.to(table.device))
+        table.index_add_(0, own_rows, self._messenger.staging.upload(buffer).view(shape))
 
     def _exchange(
         self, rows: NDArray[np.int64], source: Sequence[int], target: Sequence[int]
@@ -154,4 +157,4 @@ class TiedEmbedding:
 
     def _local_rows(self, rows: NDArray[np.int64]) -> Tensor:
         first, _ = self._rows[self._rank]
-        return torch.from_numpy(rows - first).to(self._state.device)
+        return self._messenger.staging.upload(torch.from_numpy(rows - first))

@@ -76,6 +76,8 @@ class RecordedSteps:
         numbers = (scale, scalars.lr, scalars.table_lr, scalars.updates, scalars.average_weight)
         self._step.layout.scalars(read.inputs)[:] = torch.tensor(numbers)
         results = self._results.popleft()
+        # Copies of the state for a checkpoint are made before it changes.
+        self._executor.staging.delay_changes()
         with self._calls.own_stream():
             self._step.inputs.copy_(read.inputs, non_blocking=True)
             self._calls()
