@@ -12,7 +12,7 @@ from textwrap import indent
 
 import pytest
 
-from farspan.runtime.comm.worker_group import backend
+from farspan.runtime.comm.worker_group import NCCL_ERROR_VARIABLES, backend
 from tests.ports import reserved_port
 from tests.waiting import LIMIT_S
 
@@ -271,3 +271,23 @@ except RuntimeError:
     with members(2, program) as started:
         assert started[1].wait(LIMIT_S) == -signal.SIGKILL
         assert started[0].wait(LIMIT_S) == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, "0 None"),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, "3 None"),
+        ({"NCCL_ASYNC_ERROR_HANDLING": "1"}, "None 1"),
+    ],
+)
+def test_errors_of_nccl_end_no_worker_before_its_lost_peer_is_named(monkeypatch, given, wanted):
+    for name in NCCL_ERROR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    names = ", ".join(f"os.environ.get({name!r})" for name in NCCL_ERROR_VARIABLES)
+    with members(2, f"print({names})") as started:
+        assert [process.communicate(timeout=LIMIT_S)[0] for process in started] == [
+            f"{wanted}\n"
+        ] * 2

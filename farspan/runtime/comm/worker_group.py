@@ -31,6 +31,12 @@ BUSY_S = 2 * 3600.0
 #: group has one: what some send by NCCL the others cannot receive by gloo.
 GLOO = "gloo"
 NCCL = "cpu:gloo,cuda:nccl"
+#: What PyTorch's watch over NCCL does at an error (docs.pytorch.org, "ProcessGroupNCCL Environment
+#: Variables"), and the older name of it. By default it ends the process before the worker whose
+#: loss caused the error is named; RECORD_ERRORS leaves that to the heartbeat, which also notices
+#: steps that do not end.
+NCCL_ERROR_VARIABLES = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
+RECORD_ERRORS = "0"
 #: Rank 0's notice of the port of PyTorch's store.
 STORE_NOTICE = "farspan/store"
 
@@ -38,6 +44,12 @@ STORE_NOTICE = "farspan/store"
 def backend(kinds: Iterable[str]) -> str:
     """Return the backend of a group whose workers compute on devices of these kinds."""
     return NCCL if all(kind == "cuda" for kind in kinds) else GLOO
+
+
+def leave_nccl_errors_to_heartbeat() -> None:
+    """Have PyTorch's watch over NCCL end no worker, unless the user has set what it does."""
+    if not any(name in os.environ for name in NCCL_ERROR_VARIABLES):
+        os.environ[NCCL_ERROR_VARIABLES[0]] = RECORD_ERRORS
 
 
 def connect_workers(rank: int, world: int, secret: bytes) -> Notices | None:
@@ -126,6 +138,7 @@ class Group:
                 store = _connect_store(notices)
             self._heartbeat.end_opening()
             timeout = timedelta(seconds=BUSY_S)
+            leave_nccl_errors_to_heartbeat()
             dist.init_process_group(
                 backend(kinds), store=store, rank=rank, world_size=world, timeout=timeout
             )
