@@ -230,8 +230,14 @@ def free_memory(device: torch.device, allowed: int) -> int:
         available = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         return int(min(allowed, available) - torch.cuda.memory_allocated(device))
     process_free = allowed - psutil.Process().memory_info().rss
+    return min(process_free, available_host_memory())
+
+
+def available_host_memory() -> int:
+    """Bytes that a process can still take of the host's memory, and of what control groups
+    leave."""
     group_free = [cap.limit - cap.used for cap in read_cgroup_limits()]
-    return min([process_free, psutil.virtual_memory().available, *group_free])
+    return min([psutil.virtual_memory().available, *group_free])
 
 
 def release_memory(device: torch.device) -> None:

@@ -3,7 +3,8 @@ owns.
 
 A slice that several workers own is written by one of them, so that all write about the same amount.
 A worker that does not see rank 0's folder sends its part there (`SharedFolder`). A save takes a
-copy of the state; it is written in the background, and rank 0 commits it when every part is there.
+copy of the state (`Snapshots`); it is written in the background, and rank 0 commits it when every
+part is there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import torch
 from torch import Tensor
 
 from farspan.domain.own_files import open_own
@@ -32,6 +32,7 @@ from farspan.runtime.checkpoint.checkpoint_folder import MODEL, OWN_STATE, SHARE
 from farspan.runtime.checkpoint.manifest import TrainerState, boxes
 from farspan.runtime.checkpoint.restore import kept_by_kind, restore
 from farspan.runtime.checkpoint.slice_files import OwnedSlice, put_slices, reason
+from farspan.runtime.checkpoint.snapshot import Snapshots
 from farspan.runtime.comm.sealed import Forged, SealedServer, SealedStream
 from farspan.runtime.comm.worker_group import Group
 from farspan.runtime.parallel.executor import Executor
@@ -182,6 +183,7 @@ class Checkpointer:
         #: Times in a row that a checkpoint was due and could not be written.
         self._unsaved = 0
         self._pending: _Pending | None = None
+        self._snapshots = Snapshots(executor.staging)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
 
     # -- saving
@@ -281,10 +283,10 @@ class Checkpointer:
         return writers
 
     def _copy_slices(
-        self, own: Sequence[tuple[int, Piece]], flats: Mapping[str, Sequence[Tensor]]
+        self, own: Sequence[tuple[int, Piece]], flats: Mapping[str, Sequence[Tensor]], size: int
     ) -> list[OwnedSlice]:
-        """Copy the pieces that this worker writes, of these kinds. The first replica writes the
-        shared ones."""
+        """Begin to copy the pieces that this worker writes, of these kinds, for a checkpoint of
+        `size` bytes. The first replica writes the shared ones."""
         first = self._executor.topology.replica_index == 0
         slices = list[OwnedSlice]()
         for kind, buckets in flats.items():
@@ -298,9 +300,10 @@ class Checkpointer:
                 shape = tuple(self._whole.shapes[piece.name])
                 owned = flat[piece.at : piece.at + piece.stop - piece.start]
                 for box in boxes(piece.slice, piece.shape, piece.start, piece.stop):
-                    values = torch.empty(box.shape).copy_(box.of(owned))
-                    slices.append(OwnedSlice(name, shape, box.at, values))
-        return slices
+                    slices.append(OwnedSlice(name, shape, box.at, box.of(owned)))
+        copies = self._snapshots.take([part.values for part in slices], size)
+        pairs = zip(slices, copies, strict=True)
+        return [part._replace(values=values) for part, values in pairs]
 
     # -- writing
     #   --------------------------------------------------------------------------------------------
@@ -329,7 +332,7 @@ class Checkpointer:
         self._folder.receiving = path
         _raise_together(self._group, why)
         writers = self._assign_writers()
-        slices = self._copy_slices(writers.get(self._rank, ()), flats)
+        slices = self._copy_slices(writers.get(self._rank, ()), flats, size)
         ended = threading.Event()
         ranks = sorted(writers)
         if checkpoint_folder.step_of(path) < 0:  # The best weights, which the first replica writes.
@@ -348,6 +351,7 @@ class Checkpointer:
     ) -> tuple[int, float]:
         """Write this worker's part; rank 0 then waits for the others' and commits. The lock of
         files is held while they are written, not while workers are waited for."""
+        self._snapshots.wait()
         if self._rank in ranks:
             if self._rank in self._folder.near:
                 with self._group.writing:
@@ -440,6 +444,7 @@ class Checkpointer:
 
     def close(self) -> None:
         self._folder.close()
+        self._snapshots.close()
 
 
 def _failure_reason(future: Future[tuple[int, float]]) -> str:
