@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import platform
 import shutil
+from collections import Counter
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from farspan.app import clusters
 from farspan.app.preflight_checks import refuse_file, require_torch
 from farspan.app.updates import Progress, ignore_update, note_reporter
 from farspan.domain.cluster import Cluster, Device
+from farspan.domain.device_report import DeviceReport
 from farspan.domain.escapes import shell_word
 from farspan.domain.notebook import html_table
 from farspan.domain.problems import Finding, Problem, Refusal, command
@@ -37,6 +39,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str | None]
     devices: tuple[Device, ...]
     disk_free_bytes: int
+    #: Of each GPU, or of the CPU: the fast paths that it takes, and why.
+    reports: tuple[DeviceReport, ...]
     #: On each GPU that is left out.
     notes: tuple[str, ...]
     #: Those that stop a run first.
@@ -54,8 +58,21 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
                 counted(device.slot.threads, "thread"),
             )
             rows.append(("device", ", ".join(facts)))
+        rows += self._path_rows
         rows += [("note", note) for note in self.notes]
         return [*rows, ("disk", f"{format_bytes(self.disk_free_bytes)} free here")]
+
+    @property
+    def _path_rows(self) -> list[tuple[str, str]]:
+        """The fast paths of each kind of device."""
+        rows = []
+        counts = Counter((report.title, report.slice, report.paths) for report in self.reports)
+        for (title, part, paths), count in counts.items():
+            rows.append(("fast paths", f"{count} x {title}" if count > 1 else title))
+            if part:
+                rows.append(("  slice", f"{part} in a cluster file"))
+            rows += [(f"  {path.name}", str(path)) for path in paths]
+        return rows
 
     def __repr__(self) -> str:
         findings = counted(len(self.findings), "finding") if self.findings else "no findings"
@@ -80,6 +97,7 @@ def diagnose_machine(device: str = "auto") -> Diagnosis:
             versions[name] = None
     # A machine with problems is described as far as it can be.
     devices: tuple[Device, ...] = ()
+    reports: tuple[DeviceReport, ...] = ()
     gpu_notes: tuple[str, ...] = ()
     problems = list[Problem]()
     try:
@@ -90,9 +108,12 @@ def diagnose_machine(device: str = "auto") -> Diagnosis:
             problems.append(refusal.problem)
         with Probe() as probe:
             devices = probe.describe_devices(device, None).devices
+            reports = probe.report_devices(device)
     except Refusal as refusal:
         problems.append(refusal.problem)
     findings = [Finding.of(problem, "refused") for problem in problems]
+    for number, report in enumerate(reports):
+        findings += report.list_findings(f"device {number}")
     # Little space on the disks that runs and corpora are written to.
     corpora = cache_folder()
     while not corpora.exists():
@@ -114,6 +135,7 @@ def diagnose_machine(device: str = "auto") -> Diagnosis:
         versions=versions,
         devices=devices,
         disk_free_bytes=shutil.disk_usage(".").free,
+        reports=reports,
         notes=gpu_notes,
         findings=tuple(findings),
     )

@@ -14,12 +14,19 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import LESS_MEMORY, Problem
 from farspan.domain.units import counted, format_seconds
 
-#: What may be gone at the next start: a lost worker, host or link, or a device that its driver has
-#: to reset.
-CURABLE = ("worker-lost", "preempted", "host-unreachable", "device-missing", "launcher-unusable")
+#: What may be gone at the next start: a lost worker, host or link, a device that its driver has to
+#: reset, or that a worker which was killed has not left yet.
+CURABLE = (
+    "worker-lost",
+    "preempted",
+    "host-unreachable",
+    "device-missing",
+    "device-busy",
+    "launcher-unusable",
+)
 #: Of these a first start is refused at once: something that never ran is to be mended by who asked
 #: for it.
-AT_FIRST = ("host-unreachable", "device-missing", "launcher-unusable")
+AT_FIRST = ("host-unreachable", "device-missing", "device-busy", "launcher-unusable")
 #: A host whose workers were all preempted goes away, and is not tried again for so many seconds:
 #: the longest notice that is usual, that of AWS (Azure, Google Cloud and Slurm's KillWait: 30 s).
 NOTICE_S = 120.0

@@ -63,6 +63,12 @@ class DescribeQuery(msgspec.Struct, frozen=True, tag="describe"):
     workers: int | None
 
 
+class ReportQuery(msgspec.Struct, frozen=True, tag="report"):
+    """Which fast paths do the devices take, and who holds them? Answered by DeviceReports."""
+
+    backend: str
+
+
 class InstalledQuery(msgspec.Struct, frozen=True, tag="installed"):
     """What is this PyTorch built for, and which GPUs does it see? Answered by a Wheel."""
 
@@ -124,6 +130,7 @@ class AllReduceQuery(msgspec.Struct, frozen=True, tag="allreduce"):
 
 Query = (
     DescribeQuery
+    | ReportQuery
     | InstalledQuery
     | MatmulQuery
     | MeasureQuery

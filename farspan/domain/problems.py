@@ -57,6 +57,7 @@ EXIT_CODES = {
     "port-taken": 49,
     "preempted": 50,
     "corpus-damaged": 51,
+    "device-busy": 52,
     "interrupted": 130,
 }
 

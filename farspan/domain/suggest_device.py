@@ -94,6 +94,14 @@ def advise_device(name: str, own: Iterable[str] = ()) -> str:
     )
 
 
+def describe_slice(name: str) -> str:
+    """Describe the slice of a GPU that a driver names, as a cluster file has it; empty of a whole
+    GPU, and where the catalogue lacks the GPU."""
+    if slice_of(name) is None or not suggest_device(name):
+        return ""
+    return advise_device(name).removeprefix("write ")
+
+
 def neighbour_kinds(name: str) -> tuple[str, ...]:
     """Kinds that differ from a name in its last digit alone: other products, so none is meant, but
     a reader who slipped sees which there are."""

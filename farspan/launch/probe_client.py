@@ -13,6 +13,7 @@ import msgspec
 
 from farspan.domain.cgroup_limits import CgroupLimit
 from farspan.domain.cluster import Cluster, Host
+from farspan.domain.device_report import DeviceReport
 from farspan.domain.gpus import Nvidia, Wheel, judge_gpus
 from farspan.domain.interpreter import module_command
 from farspan.domain.model import ModelSpec
@@ -24,6 +25,7 @@ from farspan.domain.probe_requests import (
     MeasureQuery,
     ProbeResult,
     Query,
+    ReportQuery,
 )
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.train import Precision, TrainSpec
@@ -80,6 +82,10 @@ class Probe:
     def describe_devices(self, backend: str, workers: int | None) -> Cluster:
         """Describe this machine's devices as a cluster of one host."""
         return self.ask(DescribeQuery(backend, workers), Cluster)
+
+    def report_devices(self, backend: str) -> tuple[DeviceReport, ...]:
+        """Report which fast paths this machine's devices take, and who holds them."""
+        return self.ask(ReportQuery(backend), tuple[DeviceReport, ...])
 
     def installed_torch(self) -> Wheel:
         """Return the host's PyTorch, and the GPUs that it sees."""

@@ -25,11 +25,11 @@ from farspan.domain.cluster import (
     Cluster,
     DataSheet,
     Device,
-    DType,
     Host,
     Site,
     WorkerSlot,
 )
+from farspan.domain.device_report import FREE_REMEDY, DeviceReport, describe_held_memory
 from farspan.domain.escapes import shell_word
 from farspan.domain.gpus import TorchGpu, Wheel, has_code_for, is_kind
 from farspan.domain.plan import PlannedDevice
@@ -38,9 +38,13 @@ from farspan.domain.run import source_commit
 from farspan.domain.run_events import Environment
 from farspan.domain.train import Precision
 from farspan.domain.units import counted
+from farspan.runtime.model.compute_dtype import hardware_dtypes
+from farspan.runtime.model.fast_paths import describe_device
 
 #: glibc's malloc.h.
 _M_MMAP_THRESHOLD = -3
+#: What CUDA says of a card that another program has for itself (cudaErrorDevicesUnavailable).
+BUSY = "busy or unavailable"
 #: What errors say where memory is full: PyTorch's of CPUs, CUDA's and NCCL's, cuBLAS's and cuDNN's.
 FULL = re.compile(r"can't allocate memory|out of memory|ALLOC_FAILED", re.IGNORECASE)
 
@@ -56,8 +60,10 @@ def open_device(planned: PlannedDevice, precision: Precision = "fp32") -> torch.
     index = int(os.environ.get(GIVEN_GPU_VARIABLE, planned.index))
     gpus = usable_gpus() if planned.backend == "cuda" else ()
     if index < len(gpus):
-        check_kind(planned, torch.cuda.get_device_name(gpus[index]))
+        name = torch.cuda.get_device_name(gpus[index])
+        check_kind(planned, name)
         torch.cuda.set_device(gpus[index])
+        require_openable(torch.device("cuda", gpus[index]), name, planned.host)
         torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
         return torch.device("cuda", gpus[index])
     usable = counted(len(gpus), "CUDA device")
@@ -84,6 +90,32 @@ def check_kind(planned: PlannedDevice, name: str) -> None:
                 "plan again"
             ),
         )
+
+
+def require_openable(device: torch.device, name: str, host: str) -> None:
+    """Open a GPU. Raises Refusal (device-busy) where another program has it for itself alone, or
+    leaves no memory to open it."""
+    try:
+        torch.cuda.mem_get_info(device)
+    except RuntimeError as error:
+        if BUSY not in str(error) and not memory_is_full(error):
+            raise
+        raise Refusal(
+            "device-busy",
+            what=f"{name} cannot be opened: another program holds it",
+            where=host,
+            fact=str(error).splitlines()[0][:200],
+            remedy=FREE_REMEDY,
+        ) from None
+
+
+def describe_others(device: torch.device) -> str:
+    """Describe what other programs hold of a GPU's memory; empty where it is little."""
+    if device.type != "cuda":
+        return ""
+    free, total = torch.cuda.mem_get_info(device)
+    own = torch.cuda.memory_reserved(device)
+    return describe_held_memory(torch.cuda.get_device_name(device), total, free, own)
 
 
 def usable_gpus() -> tuple[int, ...]:
@@ -145,19 +177,15 @@ def detect_devices(backend: str, workers: int | None) -> Cluster:
     if backend == "cuda":
         devices = [_cuda_device(i) for i in usable_gpus()][: workers or None]
     elif backend == "mps":
-        sheet = DataSheet(dtypes=("fp32", "bf16", "fp16"))
+        sheet = DataSheet(dtypes=hardware_dtypes(torch.device("mps")))
         devices = [Device(kind=_cpu_name(), backend="mps", memory=memory.total, sheet=sheet)]
     else:
         count = workers or 1
-        dtypes: tuple[DType, ...] = ("fp32",)
-        # bf16 where the CPU multiplies it in hardware (AVX-512 BF16 or AMX).
-        if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            dtypes = ("fp32", "bf16")
         share = Device(
             kind=_cpu_name(),
             backend="cpu",
             memory=usable_memory(torch.device("cpu")) // count,
-            sheet=DataSheet(dtypes=dtypes),
+            sheet=DataSheet(dtypes=hardware_dtypes(torch.device("cpu"))),
             slot=WorkerSlot(threads=max(1, cores // count)),
         )
         devices = [share] * count
@@ -178,6 +206,18 @@ def detect_devices(backend: str, workers: int | None) -> Cluster:
         name=platform.node(), devices=tuple(devices), cpus=cores, memory=memory.total, enter=()
     )
     return Cluster(sites=(Site(name="here", hosts=(host,)),))
+
+
+def report_devices(backend: str) -> tuple[DeviceReport, ...]:
+    """Report the devices that `detect_devices` finds, one of each CPU, with their fast paths."""
+    devices = detect_devices(backend, None).devices
+    if devices[0].backend != "cuda":
+        device = torch.device(devices[0].backend)
+        return (describe_device(device, devices[0].kind),)
+    reports = []
+    for index, each in zip(usable_gpus(), devices, strict=True):
+        reports.append(describe_device(torch.device("cuda", index), each.kind))
+    return tuple(reports)
 
 
 def memory_is_full(error: BaseException) -> bool:
@@ -262,8 +302,7 @@ def _cpu_name() -> str:
 
 def _cuda_device(index: int) -> Device:
     properties = torch.cuda.get_device_properties(index)
-    has_bf16 = properties.major >= 8
-    sheet = DataSheet(dtypes=("fp32", "bf16", "fp16") if has_bf16 else ("fp32", "fp16"))
+    sheet = DataSheet(dtypes=hardware_dtypes(torch.device("cuda", index)))
     return Device(
         kind=properties.name,
         backend="cuda",

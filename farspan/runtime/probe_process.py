@@ -27,6 +27,7 @@ from farspan.domain.probe_requests import (
     ProbeResult,
     Query,
     RatesQuery,
+    ReportQuery,
     Speed,
     UnitsQuery,
 )
@@ -39,6 +40,7 @@ from farspan.runtime.device import (
     open_device,
     peak_memory,
     release_memory,
+    report_devices,
     synchronize_device,
 )
 from farspan.runtime.model.decoder import Decoder, initial_parameters
@@ -136,6 +138,8 @@ def _step_times(request: MeasureQuery, precision: Precision, device: torch.devic
 def answer(request: Query) -> object:
     if isinstance(request, DescribeQuery):
         return detect_devices(request.backend, request.workers)
+    if isinstance(request, ReportQuery):
+        return report_devices(request.backend)
     if isinstance(request, InstalledQuery):
         return installed_torch()
     if isinstance(request, RatesQuery):

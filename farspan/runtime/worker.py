@@ -57,7 +57,13 @@ from farspan.runtime.comm.distribute_files import share_files
 from farspan.runtime.comm.heartbeat import SILENCE_S, How
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.comm.worker_group import WORKER_START_S, Group, connect_workers
-from farspan.runtime.device import apply_lab_limits, environment, memory_is_full, open_device
+from farspan.runtime.device import (
+    apply_lab_limits,
+    describe_others,
+    environment,
+    memory_is_full,
+    open_device,
+)
 from farspan.runtime.model import huggingface
 from farspan.runtime.model.decoder import Decoder, initial_parameters
 from farspan.runtime.model.generate import generate
@@ -76,6 +82,8 @@ PROMPT_TOKENS = 8
 
 def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None]) -> Worker:
     """Build the model on its device, its flat state, and the token files."""
+    if others := describe_others(group.device):
+        emit(Warned(at=time.time(), message=others))
     manifest = load(run.corpus, CorpusManifest)
     if manifest.hash != plan.inputs.corpus:
         raise Refusal(

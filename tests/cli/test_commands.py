@@ -60,7 +60,10 @@ JSON = [
     (["generate", "", "--tokens", "5", "--temperature", "0"], {"prompt", "text", "step"}),
     (["generate", "time " * 500, "--tokens", "5"], {"prompt", "text", "step"}),
     (["export", "--out", "exported"], {"run", "folder", "step"}),
-    (["doctor"], {"versions", "devices", "disk_free_bytes", "findings", "notes"}),
+    (
+        ["doctor"],
+        {"versions", "devices", "reports", "disk_free_bytes", "findings", "notes"},
+    ),
 ]
 
 
