@@ -77,10 +77,10 @@ def update_index(
     config = load_yaml(run.config, RunConfig)
     recipe = Recipe(store=store or config.index.store, evaluate=evaluate)
     load_store(resolve(recipe.store)[0])
-    trained = on_device(load_model(run), device)
+    report = note_reporter(progress)
+    trained = on_device(load_model(run), device, report)
     model = trained.model
     work = IndexWork(time.monotonic, progress)
-    report = note_reporter(progress)
     text = _read_documents(run, config, report)
     documents = text.documents
     copies = text.copies
@@ -197,7 +197,11 @@ def write_vectors(run: RunFolder, path: Path) -> Path:
 
 
 def open_index(
-    run: RunFolder, *, vectors: bool = True, trained: Trained | None = None
+    run: RunFolder,
+    progress: Progress = ignore_update,
+    *,
+    vectors: bool = True,
+    trained: Trained | None = None,
 ) -> closing[Index]:
     """Open the run's index for searches; without `vectors` by words alone. `trained`: the run's
     model, where it is loaded already."""
@@ -210,8 +214,9 @@ def open_index(
     def embedder(fitted: Path, of: Origin) -> QueryEmbedder:
         from farspan.retrieval.embed import Embedder
         from farspan.runtime.inference import load as load_model
+        from farspan.runtime.inference import on_gpu
 
-        model = trained or load_model(run)
+        model = trained or on_gpu(load_model(run), note_reporter(progress))
         refuse_other_model(run, of, model_origin(run, model))
         return Embedder.load(model.model, model.tokenizer, fitted)
 
@@ -270,7 +275,7 @@ def search_run(
     from farspan.retrieval.search import search as search_index
 
     while True:
-        with open_index(run, vectors=system != "bm25") as index:
+        with open_index(run, progress, vectors=system != "bm25") as index:
             try:
                 return search_index(index, query, k, system, where)
             except Refusal:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from farspan.app.preflight_checks import refuse_existing
+from farspan.app.updates import Progress, ignore_update, note_reporter
 from farspan.domain.problems import command
 from farspan.domain.run import RunFolder
 from farspan.domain.struct_files import write_atomically
@@ -16,13 +17,20 @@ Format = Literal["huggingface", "sentence-transformers"]
 
 
 def generate_text(
-    run: RunFolder, prompt: str, *, tokens: int, temperature: float, top_k: int, seed: int
+    run: RunFolder,
+    prompt: str,
+    progress: Progress = ignore_update,
+    *,
+    tokens: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
 ) -> tuple[str, int]:
     """Return text that the model writes after a prompt, and the step that its weights are from."""
-    from farspan.runtime.inference import load
+    from farspan.runtime.inference import load, on_gpu
     from farspan.runtime.model.generate import generate as write
 
-    trained = load(run)
+    trained = on_gpu(load(run), note_reporter(progress))
     text = write(
         trained.model,
         trained.tokenizer,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -51,7 +52,8 @@ def serve_index(
         ) from None
     token = token or os.environ.get(TOKEN_VARIABLE) or None
     address = Address(run=run.path, host=host, port=port, token=token)
-    serve_at(address, describe_served(run), lambda: open_searcher(run), note_reporter(progress))
+    report = note_reporter(progress)
+    serve_at(address, describe_served(run), lambda: open_searcher(run, report), report)
 
 
 def describe_served(run: RunFolder) -> Served:
@@ -81,13 +83,14 @@ def describe_served(run: RunFolder) -> Served:
     )
 
 
-def open_searcher(run: RunFolder) -> IndexSearcher:
+def open_searcher(run: RunFolder, report: Callable[[str], None]) -> IndexSearcher:
     """Open the run's index as it is now, with the model that it is of."""
     from farspan.app.indexing import open_index
     from farspan.retrieval.serve.run_searcher import IndexSearcher
     from farspan.runtime.inference import load as load_model
+    from farspan.runtime.inference import on_gpu
 
-    trained = load_model(run)
+    trained = on_gpu(load_model(run), report)
     with ExitStack() as stack:
         index = stack.enter_context(open_index(run, trained=trained))
         return IndexSearcher(index, trained.model, trained.tokenizer, stack.pop_all().close)

@@ -32,6 +32,7 @@ from farspan.retrieval.pairs import Pairs
 from farspan.retrieval.passages import Damaged
 from farspan.retrieval.pooling import Processes, pool_batch
 from farspan.retrieval.stores import Vectors
+from farspan.runtime.model.compute_dtype import product_dtype
 from farspan.runtime.model.decoder import Decoder
 
 #: Texts a batch: enough to fill the cores with chunks of 128 tokens, and activations stay in cache.
@@ -206,6 +207,9 @@ class Embedder:
         """Return the name of the features of these texts, a hash of all they are computed from."""
         weights = self._fitted["weights"].numpy()
         digest = hashlib.sha256(weights.tobytes())
+        dtype = product_dtype(self._model)
+        if dtype != torch.float32:  # Of a CPU they keep the names of earlier versions.
+            digest.update(str(dtype).encode())
         for text in ids:
             digest.update(len(text).to_bytes(8, "little"))
             digest.update(text.numpy().tobytes())

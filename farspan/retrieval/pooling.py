@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from farspan.corpus.processes import spawn_pool
 from farspan.domain.model import ModelSpec
 from farspan.domain.struct_files import load, save
+from farspan.runtime.model.compute_dtype import autocast_products
 from farspan.runtime.model.decoder import Decoder
 
 #: Batches that wait in each process: enough that none is idle, and few, as each holds its result
@@ -45,8 +46,10 @@ def pool_batch(model: Decoder, weights_V: Tensor, end: int, ids: Sequence[Tensor
     behind_end_B1S = F.pad(weights_BS, (1, 0))[:, None]
     # Each stream is summed as it comes: to stack them first took a third as long again.
     sums: list[Tensor] = []
-    fast = bf16_is_fast(device)
-    with torch.autocast(device.type, torch.bfloat16, enabled=fast):
+    products = autocast_products(model)
+    if bf16_is_fast(device):
+        products = torch.autocast(device.type, torch.bfloat16)
+    with products:
         for states_BSD in model.residual_streams(F.pad(tokens_BS, (1, 0), value=end).to(device)):
             sums.append(_sum_weighted(behind_end_B1S, states_BSD))
         sums.append(_sum_weighted(behind_end_B1S, model.norm(states_BSD)))
@@ -60,11 +63,9 @@ def _sum_weighted(weights_B1S: Tensor, states_BSD: Tensor) -> Tensor:
 
 
 def bf16_is_fast(device: torch.device) -> bool:
-    """On a CPU with matrix units alone: AVX-512's bf16 took 1.2 to 1.6 times as long as fp32
-    (docs/log.md)."""
-    if device.type == "cpu":
-        return torch.cpu._is_amx_tile_supported()
-    return device.type == "cuda" and torch.cuda.is_bf16_supported()
+    """Return whether a device is a CPU with matrix units: AVX-512's bf16 took 1.2 to 1.6 times as
+    long as fp32 (docs/log.md). Of a GPU `inference_dtype` decides."""
+    return device.type == "cpu" and torch.cpu._is_amx_tile_supported()
 
 
 class Processes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,21 +17,31 @@ from farspan.domain.escapes import shell_line, shell_word
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord, cache_folder
 from farspan.domain.struct_files import load as load_struct
+from farspan.domain.train import Precision
+from farspan.domain.units import format_bytes
 from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.checkpoint.manifest import Corrupt
-from farspan.runtime.device import installed_torch, usable_gpus
+from farspan.runtime.device import installed_torch, require_openable, usable_gpus
+from farspan.runtime.model.attention_policy import inference_policy
+from farspan.runtime.model.compute_dtype import halve_matrices, inference_dtype
 from farspan.runtime.model.decoder import Decoder
+from farspan.runtime.model.kernel_selection import set_attention
+
+#: What a GPU must have free beside a model's weights, for states and libraries. A choice: 32 texts
+#: of 1,024 tokens through an MLP of 8,192 in 16 bits, once each way.
+STATES_BYTES = 2**30
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A model in evaluation mode, fp32, with the step that its weights are from and their
-    checksum."""
+    """A model in evaluation mode, with the step that its weights are from, their checksum, and the
+    precision that it was trained in. It is in fp32 until `on_device` moves it to a GPU."""
 
     model: Decoder
     tokenizer: Tokenizer
     step: int
     weights: str
+    precision: Precision = "fp32"
 
 
 def load(run: RunFolder) -> Trained:
@@ -50,7 +61,9 @@ def load(run: RunFolder) -> Trained:
             continue
         model = Decoder(plan.model, attention=plan.train.attention)
         model.load_state_dict(weights)
-        trained = Trained(model.eval(), _load_tokenizer(run), progress.step, digest)
+        tokenizer = _load_tokenizer(run)
+        precision = plan.train.precision
+        trained = Trained(model.eval(), tokenizer, progress.step, digest, precision)
         if best and path != run.best:
             raise Refusal(
                 "checkpoint-corrupt",
@@ -69,9 +82,18 @@ def load(run: RunFolder) -> Trained:
     )
 
 
-def on_device(trained: Trained, device: Literal["auto", "cpu", "cuda", "mps"]) -> Trained:
-    """Move the model to a device of this machine; `auto` is the fastest kind that it has. Raises
-    Refusal (device-missing) for one that is not there."""
+def on_device(
+    trained: Trained,
+    device: Literal["auto", "cpu", "cuda", "mps"],
+    report: Callable[[str], None] = lambda note: None,
+) -> Trained:
+    """Move the model to a device of this machine, where it computes as `inference_dtype` has it;
+    `auto` is the fastest kind that it has. Raises Refusal (device-missing) for one that is not
+    there.
+
+    A GPU that cannot be opened, or has no memory for the model, is reported and left out by `auto`,
+    and refused where it is asked for.
+    """
     gpus = usable_gpus()
     apple = torch.backends.mps.is_available()
     chosen: str = device
@@ -85,8 +107,44 @@ def on_device(trained: Trained, device: Literal["auto", "cpu", "cuda", "mps"]) -
             fact=str(installed_torch()),
             remedy="leave --device out, or look: farspan doctor",
         )
-    place = torch.device(f"cuda:{gpus[0]}" if chosen == "cuda" else chosen)
-    return replace(trained, model=trained.model.to(place))
+    if chosen != "cuda":
+        return replace(trained, model=trained.model.to(torch.device(chosen)))
+    gpu = torch.device("cuda", gpus[0])
+    dtype = inference_dtype(gpu, trained.precision).dtype
+    try:
+        _require_room(trained.model, gpu)
+    except Refusal as refusal:
+        if device != "auto":
+            raise
+        problem = refusal.problem
+        report(f"{problem.what}: {problem.fact}; the model is used on the CPU")
+        return trained
+    model = trained.model.to(gpu)
+    halve_matrices(model, dtype)
+    set_attention(model, inference_policy(gpu, dtype))
+    return replace(trained, model=model)
+
+
+def on_gpu(trained: Trained, report: Callable[[str], None] = lambda note: None) -> Trained:
+    """Move the model to the GPU of this machine; without one it stays where it is."""
+    return on_device(trained, "auto", report) if usable_gpus() else trained
+
+
+def _require_room(model: Decoder, gpu: torch.device) -> None:
+    """Open a GPU. Raises Refusal (device-busy, or out-of-memory) where there is no room for a
+    model."""
+    name = torch.cuda.get_device_name(gpu)
+    require_openable(gpu, name, "this machine")
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    free = int(torch.cuda.mem_get_info(gpu)[0])
+    if weights + STATES_BYTES > free:
+        raise Refusal(
+            "out-of-memory",
+            what=f"{name} has no memory for the model",
+            where=str(gpu),
+            fact=f"it needs {format_bytes(weights + STATES_BYTES)}, {format_bytes(free)} are free",
+            remedy="--device cpu, or end what else runs there: nvidia-smi",
+        )
 
 
 def _load_tokenizer(run: RunFolder) -> Tokenizer:

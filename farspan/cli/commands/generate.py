@@ -48,6 +48,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     text, step = generate_text(
         folder,
         given.prompt,
+        lambda update: console.write_line(str(update)),
         tokens=given.tokens,
         temperature=given.temperature,
         top_k=given.top_k,

@@ -1,13 +1,20 @@
-"""Which dtypes a device computes in, and which of them a trained model takes there."""
+"""Which dtypes a device computes in, and which of them a trained model takes there.
+
+A trained model is used with its matrices in 16 bits, and all else in fp32: with a residual stream
+in bf16 nDCG@10 fell by 0.014 to 0.023, with one in fp32 it changed by less than 0.006 either way
+(tests/retrieval/test_half_precision.py).
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from farspan.domain.cluster import DType
 from farspan.domain.train import Precision
+from farspan.runtime.model.decoder import Decoder
 
 #: NVIDIA's matrix units multiply bf16 from Ampere on (CUDA C++ Programming Guide, "Compute
 #: Capabilities"); `torch.cuda.is_bf16_supported` is true also where it is emulated.
@@ -42,6 +49,31 @@ def hardware_dtypes(device: torch.device) -> tuple[DType, ...]:
     if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return ("fp32", "bf16")
     return ("fp32",)
+
+
+def halve_matrices(model: Decoder, dtype: torch.dtype) -> None:
+    """Put the matrices of a model's blocks in a dtype, once instead of in each pass. Tables, norms
+    and the head stay in fp32."""
+    for module in model.blocks.modules():
+        if isinstance(module, nn.Linear):
+            module.to(dtype)
+
+
+def autocast_products(model: Decoder) -> torch.autocast:
+    """Return the context in which products and attention take the dtype of a model's matrices:
+    norms, sums and the residual stream keep theirs."""
+    dtype = product_dtype(model)
+    enabled = dtype != torch.float32
+    device = model.tok.weight.device
+    return torch.autocast(device.type, dtype if enabled else torch.bfloat16, enabled=enabled)
+
+
+def product_dtype(model: Decoder) -> torch.dtype:
+    """Return the dtype of the matrices of a model's blocks."""
+    for module in model.blocks.modules():
+        if isinstance(module, nn.Linear):
+            return module.weight.dtype
+    return torch.float32
 
 
 def inference_dtype(device: torch.device, trained: Precision) -> ComputeDtype:

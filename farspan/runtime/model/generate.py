@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from farspan.corpus.tokenizer import Tokenizer
+from farspan.runtime.model.compute_dtype import autocast_products
 from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.model.kv_cache import KVCache
 
@@ -41,11 +42,12 @@ def generate(
     for _ in range(tokens):
         if enough():
             break
-        if len(ids) <= context:
-            state_D = cache.append_tokens(torch.tensor(ids[cache.length :], device=device))
-        else:
-            window_BS = torch.tensor([ids[-context:]], device=device)
-            state_D = model.hidden_states(window_BS)[0, -1]
+        with autocast_products(model):
+            if len(ids) <= context:
+                state_D = cache.append_tokens(torch.tensor(ids[cache.length :], device=device))
+            else:
+                window_BS = torch.tensor([ids[-context:]], device=device)
+                state_D = model.hidden_states(window_BS)[0, -1]
         logits_V = (model.head_VD @ state_D).float().cpu()
         logits_V = logits_V[: tokenizer.vocab_size]
         ids.append(_sample_top_k(logits_V, temperature, top_k, generator))

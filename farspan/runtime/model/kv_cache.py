@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from farspan.runtime.model.compute_dtype import product_dtype
 from farspan.runtime.model.decoder import Attention, Block, Decoder, apply_rotary, rotary_table
 
 
@@ -26,8 +27,9 @@ class KVCache:
         spec = model.spec
         weight = model.tok.weight
         shape = 1, spec.kv_heads, spec.context, spec.head_dim
+        dtype = product_dtype(model)
         for _ in model.blocks:
-            keys = weight.new_empty(shape)
+            keys = weight.new_empty(shape, dtype=dtype)
             self._kept.append((keys, torch.empty_like(keys)))
         self._rotation = None
         if spec.positions != "learned":
@@ -78,6 +80,10 @@ class KVCache:
         k = keys[:, :, :last]
         v = values[:, :, :last]
         grouped = attn.heads != attn.kv_heads
+        if grouped and attn.policy.repeats_keys:
+            k = k.repeat_interleave(attn.heads // attn.kv_heads, dim=1)
+            v = v.repeat_interleave(attn.heads // attn.kv_heads, dim=1)
+            grouped = False
         y_BHTE = F.scaled_dot_product_attention(q, k, v, attn_mask=seen_TS, enable_gqa=grouped)
         y_BTD = y_BHTE.transpose(1, 2).reshape(1, T, -1)
         out: Tensor = attn.out(y_BTD)
