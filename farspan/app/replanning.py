@@ -62,7 +62,7 @@ def replan_run(
         else:
             with Probe() as probe:
                 target = probe.describe_devices(parallel.device, None)
-        resolved = _resolve_rest(run, target)
+        resolved = resolve_rest(run, target)
         planned = best_plan(resolved, _keep_synchronous(parallel, run.load_plan()), progress)
         adopt_plan(run, planned, progress, asked)
     return planned
@@ -86,7 +86,7 @@ def plan_without_hosts(run: RunFolder, gone: Collection[str]) -> Planned:
             remedy=command("resume", run.path),
         )
     parallel = replace(config.parallel, technique="auto", workers="auto")
-    resolved = _resolve_rest(run, whole.only(places))
+    resolved = resolve_rest(run, whole.only(places))
     return best_plan(resolved, _keep_synchronous(parallel, run.load_plan()), trials=False)
 
 
@@ -119,7 +119,7 @@ def adopt_plan(
     write_planned(run, planned, config, record)
 
 
-def _resolve_rest(run: RunFolder, cluster: Cluster) -> Resolved:
+def resolve_rest(run: RunFolder, cluster: Cluster) -> Resolved:
     """Return a run's own model, training and text on a cluster."""
     plan = run.load_plan()
     record = load(run.record, RunRecord)

@@ -16,6 +16,7 @@ from contextlib import closing, contextmanager
 
 from farspan.app import clusters
 from farspan.app.checkpoints import copy_checkpoints, flaw_of, unmirrored_steps
+from farspan.app.microbatches import describe_halving, halve_after_oom
 from farspan.app.plans import Planned
 from farspan.app.replanning import adopt_plan, plan_without_hosts
 from farspan.app.restart_policy import Faults, Seen, restart_message
@@ -59,6 +60,8 @@ class Supervisor:
         self._workers: Workers | None = None
         #: Times that the user has asked to stop.
         self._asked = 0
+        #: Whether microbatches were halved, as a device lacked memory for them.
+        self._halved = False
         #: The plan whose training is shown.
         self._shown: str | None = None
         #: The last step that was reported, and what recent ones took.
@@ -174,16 +177,32 @@ class Supervisor:
         # before it failed.
         self._seen_at = now if self._failed_at is None else self._failed_at
         fault = Seen(problem=problem, step=self._furthest, at=self._seen_at)
-        fatal = self._faults.decide_restart(fault, trained=self._first is not None)
-        if fatal is not None:
-            raise Refusal.of(fatal)
         plan = self._run.load_plan()
+        fatal = self._faults.decide_restart(fault, trained=self._first is not None)
+        halved = None
+        if fatal is not None:
+            halved = self._halve_once(fatal)
+        if fatal is not None and halved is None:
+            raise Refusal.of(fatal)
         self._faults.mark_preempted(fault, plan, clusters.cluster_of_run(self._run))
         at = time.time() - (now - self._seen_at)
         message = restart_message(fault, len(self._faults.seen))
+        if halved is not None:
+            message = f"{message}, with {describe_halving(plan, halved.plan)}"
         self._progress(Faulted(problem, at, self._step, message))
-        replanned = self._wait_for_hosts()
+        if halved is not None:
+            adopt_plan(self._run, halved, self._progress)
+        replanned = self._wait_for_hosts() or halved is not None
         self._fault = Fault(problem=problem, at=at, step=self._step, replanned=replanned)
+
+    def _halve_once(self, fatal: Problem) -> Planned | None:
+        """Return the plan with half the microbatch, the first time that memory lacks in this job;
+        None of any other end."""
+        if self._halved:
+            return None
+        halved = halve_after_oom(self._run, fatal)
+        self._halved = halved is not None
+        return halved
 
     def _wait_for_hosts(self) -> bool:
         """Wait for hosts that are away, or continue without them: whether the plan is another one

@@ -16,6 +16,7 @@ from farspan.app import clusters
 from farspan.app.configs import refuse_edited
 from farspan.app.corpora import bring_corpus
 from farspan.app.jobs import register_job, remove_unbegun, wait_for_orphans
+from farspan.app.microbatches import enlarge_where_unsure
 from farspan.app.plans import (
     Planned,
     add_forecast,
@@ -48,6 +49,8 @@ def plan_run(
     """
     resolved = resolve_run(config, progress, trial=True)
     planned = best_plan(resolved, config.parallel, progress, table=table)
+    if config.on_fault != "stop":
+        planned = enlarge_where_unsure(planned, progress)
     return make_run(path, config, planned, progress)
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from msgspec.structs import replace
 
 from farspan._version import __version__
 from farspan.app.resolving import Resolved
+from farspan.domain.cluster import Cluster
 from farspan.domain.plan import Plan
+from farspan.domain.problems import Problem
 from farspan.domain.run import cache_folder, make_cache_folder
 from farspan.domain.struct_files import content_hash, load, save
 from farspan.domain.trial import Trial
 from farspan.launch.trial import TrialLimits, run_trial, steps_for, trial_limits
-from farspan.semantics.identity import cluster_hash, plan_key
+from farspan.semantics.identity import cluster_hash, identity, plan_key
 
 
 class TrialCache:
@@ -47,3 +51,22 @@ class TrialCache:
             make_cache_folder("trials")
             save(result, path)
         return result
+
+
+def is_known_to_lack_memory(plan: Plan, cluster: Cluster) -> bool:
+    """Return whether a run of this plan on these devices ran out of memory."""
+    return _lack_path(plan, cluster).exists()
+
+
+def record_lack_of_memory(plan: Plan, cluster: Cluster, problem: Problem) -> None:
+    """Keep that a run of this plan ran out of memory."""
+    make_cache_folder("trials")
+    save(Trial(plan=plan_key(plan), status="oom", problem=problem), _lack_path(plan, cluster))
+
+
+def _lack_path(plan: Plan, cluster: Cluster) -> Path:
+    """Name the file by the devices and their memory: how fast they are is measured again each
+    time."""
+    memories = [device.memory for device in cluster.devices]
+    key = content_hash(identity(cluster), memories, plan_key(plan), __version__)
+    return cache_folder() / "trials" / f"oom-{key}.json"

@@ -204,12 +204,17 @@ def _explain_failure(cards: tuple[Gpu, ...], driver: str, wheel: Wheel) -> tuple
     if known and not any(has_code_for(capability, wheel.archs) for capability in known):
         archs = map(_format_arch, sorted(set(known)))
         return f"the wheel has no code for {', '.join(archs)}", fix
+    named = f"CUDA_VISIBLE_DEVICES is {wheel.visible}; " if wheel.visible is not None else ""
     if any(card.mig for card in cards):
+        if wheel.visible is not None and "MIG-" in wheel.visible:
+            return (
+                f"{named}MIG is on, and CUDA finds no such instance",
+                "name one that nvidia-smi -L lists in CUDA_VISIBLE_DEVICES",
+            )
         return (
-            "MIG is on, and CUDA finds no instance",
+            f"{named}MIG is on, and CUDA finds no instance",
             "sudo nvidia-smi mig -cgi 0 -C, or: sudo nvidia-smi -mig 0",
         )
-    named = f"CUDA_VISIBLE_DEVICES is {wheel.visible}; " if wheel.visible is not None else ""
     return (
         f"{named}CUDA finds none: {wheel.error or 'it does not say why'}",
         "sudo nvidia-modprobe -u -c=0, or restart",

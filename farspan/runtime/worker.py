@@ -377,6 +377,8 @@ def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: in
             remedy=f"lower train.batch.global (now {plan.train.batch:d} sequences of "
             f"{plan.train.seq_len:d}) or set "
             "train.recompute: true in run.yaml",
+            rank=rank,
+            host=device.host,
         )
     if isinstance(error, Corrupt):
         return Problem(

@@ -98,6 +98,12 @@ def test_a_wheel_has_code_for_a_card_of_its_major_version_or_ptx_for_later_ones(
         ),
         (A100, NEW, "MIG is on", "nvidia-smi mig"),
         (
+            A100,
+            msgspec.structs.replace(NEW, visible="MIG-5f2c2b2e"),
+            "CUDA_VISIBLE_DEVICES is MIG-5f2c2b2e; MIG is on, and CUDA finds no such instance",
+            "nvidia-smi -L lists",
+        ),
+        (
             RTX4090,
             msgspec.structs.replace(NEW, visible="7"),
             "CUDA_VISIBLE_DEVICES is 7",
