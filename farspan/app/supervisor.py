@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 
 from farspan.app import clusters
 from farspan.app.checkpoints import copy_checkpoints, flaw_of, unmirrored_steps
@@ -200,7 +200,10 @@ class Supervisor:
         None of any other end."""
         if self._halved:
             return None
-        halved = halve_after_oom(self._run, fatal)
+        halved = None
+        # A file of the run that is damaged too: it ends with what it lacked.
+        with suppress(Refusal):
+            halved = halve_after_oom(self._run, fatal)
         self._halved = halved is not None
         return halved
 
