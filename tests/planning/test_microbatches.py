@@ -57,6 +57,14 @@ def test_half_a_microbatch_is_of_the_same_training(plan, before, after):
     assert largest_microbatch(doubled.replicas[0]) > after
 
 
+def test_a_step_of_several_microbatches_is_not_recorded():
+    plan = tiny.plan(SIX, micro_rows=6)
+    plan = replace(plan, devices=(replace(plan.devices[0], graph=True, compile=True),))
+    halved = halve_microbatches(plan)
+    assert halved is not None
+    assert halved.devices[0].graph is False and halved.devices[0].compile is True
+
+
 @pytest.mark.parametrize(
     "plan",
     [tiny.plan(SIX, micro_rows=1), pipeline(6, 2), pipeline(2, 2)],

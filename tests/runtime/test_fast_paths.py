@@ -49,7 +49,7 @@ def lines_of(report: DeviceReport) -> list[str]:
         (RTX4090, "bf16", "FlashAttention 2", "compiled", "auto", "auto", "code of its family"),
         (H100, "bf16", "cuDNN", "compiled", "auto", "auto", "own code"),
         (B200, "bf16", "FlashAttention 2", "compiled", "auto", "auto", "own code"),
-        (MI300, "bf16", "PyTorch's choice", "compiled", "auto", "no", "ROCm"),
+        (MI300, "bf16", "PyTorch's choice", "compiled", "no", "no", "ROCm"),
         (MI50, "fp16", "PyTorch's choice", "compiled", "no", "no", "ROCm"),
     ],
 )

@@ -16,7 +16,7 @@ from farspan.domain.gpus import has_code_for
 from farspan.domain.suggest_device import describe_slice
 from farspan.runtime.model import fused_loss
 from farspan.runtime.model.attention_policy import attention_policy
-from farspan.runtime.model.compute_dtype import BF16_CAPABILITY, hardware_dtypes, has_native_bf16
+from farspan.runtime.model.compute_dtype import BF16_CAPABILITY, hardware_dtypes
 
 #: Triton is tested on these and newer cards (https://github.com/triton-lang/triton,
 #: "Compatibility").
@@ -115,9 +115,7 @@ def choose_compile(device: torch.device) -> Chosen:
     if importlib.util.find_spec("triton") is None:
         return False, "Triton, PyTorch's compiler for GPUs, is not installed"
     if torch.version.hip:
-        if has_native_bf16(device):
-            return True, "in runs long enough to repay the compiler's time"
-        return False, "PyTorch compiles for MI200 and newer"
+        return False, "train.compile: true asks for it on AMD GPUs"
     capability = torch.cuda.get_device_capability(device)
     if capability < COMPILE_CAPABILITY:
         major, minor = COMPILE_CAPABILITY
@@ -133,7 +131,7 @@ def choose_graph(device: torch.device, dtype: torch.dtype) -> Chosen:
         return False, "nobody has tried it on AMD GPUs"
     if dtype == torch.float16:
         return False, "fp16's loss scale is decided by the host each step"
-    return True, "one GPU with AdamW, where launches take longer than the work"
+    return True, "one GPU, one microbatch, and launches longer than the work"
 
 
 def describe_wheel(device: torch.device) -> FastPath:
