@@ -17,6 +17,10 @@ from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.struct_files import convert, load, load_yaml, parse_yaml
 
+#: What a key meant where it is left out when farspan was older, and what it means now: a run that
+#: was started then goes by its plan.
+CHANGED_DEFAULTS = {"train.compile": (False, "auto")}
+
 
 def make_config(data: str | os.PathLike[str] | RunConfig, **keys: Any) -> RunConfig:
     """Return the config of what to train (a folder or name of text, a run.yaml, or a config) with
@@ -99,6 +103,8 @@ def refuse_edited(run: RunFolder) -> None:
         if key == "on_fault" or key.startswith("index."):
             continue
         if key == "parallel.cluster" and is_external(str(after)):
+            continue
+        if CHANGED_DEFAULTS.get(key) == (before, after):
             continue
         was = _format_value(before)
         changed.append(f"{key} is {_format_value(after)}, was {was} at the start")

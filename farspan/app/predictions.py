@@ -155,6 +155,20 @@ def price_resolved(resolved: Resolved, parallel: ParallelConfig, query: PlanQuer
     )
 
 
+def resolved_values(resolved: Resolved, ranking: Ranking) -> dict[str, tuple[Any, str]]:
+    """Return each value of a run.yaml and where it came from, with what the chosen plan (or the
+    best one, where none is chosen) does on its devices."""
+    from farspan.planning.device_modes import explain_modes
+    from farspan.planning.why import costs_of
+
+    values = resolved.values
+    if ranking.candidates:
+        best = ranking.candidates[ranking.chosen or 0]
+        costs = costs_of(best.plan, ranking.cluster)
+        values |= explain_modes(best.plan, costs, best.estimate)
+    return values
+
+
 def candidate_as_json(candidate: Candidate | Refused, cluster: Cluster) -> dict[str, Any]:
     """Return a candidate, or a technique without a plan, as `--json` prints it."""
     device_names = []

@@ -28,6 +28,7 @@ from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.struct_files import load, load_yaml, save
 from farspan.domain.units import counted, format_bytes, format_seconds, format_usd, short_time
 from farspan.launch.clusters import THIS_MACHINE
+from farspan.planning.device_modes import settle_asked
 
 
 def replan_run(
@@ -124,9 +125,10 @@ def resolve_rest(run: RunFolder, cluster: Cluster) -> Resolved:
     plan = run.load_plan()
     record = load(run.record, RunRecord)
     corpus = load(run.corpus, CorpusManifest)
+    asked = load_yaml(run.config, RunConfig).train
     return Resolved(
         model=plan.model,
-        train=plan.train,
+        train=settle_asked(plan.train, cluster, compiled=asked.compile, graph=asked.graph),
         cluster=cluster,
         corpus=corpus,
         corpus_folder=find_corpus(record.corpus_folder, corpus.hash) or record.corpus_folder,

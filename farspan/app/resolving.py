@@ -46,12 +46,14 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def values(self) -> dict[str, tuple[Any, str]]:
-        """Dotted key -> value and origin, for every value that was chosen or given."""
+        """Dotted key -> value and origin, for every value that was chosen or given; `auto` where
+        plans choose for their devices."""
         train = msgspec.to_builtins(self.train)
         optimizer = train.pop("optimizer")
         schedule = train.pop("schedule")
         train.pop("regularization", None)
         muon = optimizer.pop("muon", {})
+        train.setdefault("graph", False)
         train["optimizer"] = "muon" if muon else "adamw"
         train |= optimizer
         if muon:
@@ -222,7 +224,14 @@ def _trial_measures(
             return model_speed.predict_probe(
                 model, train, cluster, find_engine("farspan"), precisions
             )
-        progress(Note(f"trying the model on {kind}: {', '.join(precisions)}"))
-        return probe.measure_step(device, model, fitting, precisions=precisions, seconds=PROBE_S)
+        tried = precisions
+        how = ""
+        if train.compile is True:
+            how = ", compiled"
+            if config.train.compile == "auto":
+                # The others were tried before, and each would take a compile.
+                tried = (train.precision,)
+        progress(Note(f"trying the model on {kind}: {', '.join(tried)}{how}"))
+        return probe.measure_step(device, model, fitting, precisions=tried, seconds=PROBE_S)
 
     return {"matmul_flops": matmul_flops, "measure": measure}

@@ -55,6 +55,8 @@ class CatalogDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     memory: str | None = None
     bandwidth: str | None = None
     watts: float | None = None
+    #: Of NVIDIA cards.
+    capability: float | msgspec.UnsetType = msgspec.UNSET
     measured: dict[DType, MeasuredRate] = {}
     interconnect: CatalogInterconnect | None = None
     price: Price | None = None
@@ -73,6 +75,7 @@ class CatalogDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             bandwidth=parse_rate(self.bandwidth) if self.bandwidth else None,
             interconnect=self.interconnect.interconnect() if self.interconnect else None,
             watts=self.watts,
+            capability=self.capability,
         )
         return Device(
             kind=kind,

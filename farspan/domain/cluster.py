@@ -101,6 +101,9 @@ class DataSheet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     bandwidth: float | None = None
     interconnect: Interconnect | None = None
     watts: float | None = None
+    #: Compute capability of an NVIDIA card, as 8.6; unset of other makers' devices, and where
+    #: nothing knows it.
+    capability: float | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
@@ -209,6 +212,8 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     python: str = "python3"
     #: Where the host keeps its runs and corpora; None shares this machine's folders.
     folder: str | None = None
+    #: Whether its interpreter has Triton, PyTorch's compiler for GPUs; unset where nobody looked.
+    triton: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class Site(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

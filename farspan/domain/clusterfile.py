@@ -51,6 +51,8 @@ Entry = TypeVar("Entry", bound=msgspec.Struct)
 Quantity = str | int | float
 Name = str
 Price = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+#: NVIDIA's compute capability, as 8.6.
+Capability = Annotated[float, msgspec.Meta(ge=1, le=99)]
 #: The folder of runs and corpora at a host that is reached by ssh.
 REMOTE_FOLDER = "~/.cache/farspan"
 
@@ -129,6 +131,8 @@ class KindEntry(
     measured: dict[DType, Flops] = {}
     interconnect: InterconnectEntry | None = None
     watts: Annotated[float, msgspec.Meta(ge=0, le=1e6)] | None = None
+    #: Of an NVIDIA card, as 8.6.
+    capability: Capability | msgspec.UnsetType = msgspec.UNSET
     #: Dollars an hour.
     price: Price | None = None
     backend: Literal["cpu", "cuda", "mps"] | None = None
@@ -154,6 +158,8 @@ class DeviceEntry(
     rates: tuple[MatmulRate, ...] = ()
     units: tuple[UnitTime, ...] = ()
     watts: Annotated[float, msgspec.Meta(ge=0, le=1e6)] | None = None
+    #: Of an NVIDIA card, as 8.6.
+    capability: Capability | msgspec.UnsetType = msgspec.UNSET
     #: Dollars an hour.
     price: Price | None = None
     threads: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
@@ -180,6 +186,8 @@ class HostEntry(
     enter: tuple[str, ...] | None = None
     python: str = "python3"
     folder: str | None = None
+    #: Whether that interpreter has Triton, PyTorch's compiler for GPUs.
+    triton: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class SiteEntry(
@@ -348,7 +356,8 @@ class _Reader:
             del fields["origin"]
         for key in ("kind", "count", "memory"):
             del fields[key]
-        changes = {key: value for key, value in fields.items() if value not in (None, ())}
+        unset = (None, (), msgspec.UNSET)
+        changes = {key: value for key, value in fields.items() if value not in unset}
         return _scale_to_share(device.but(**changes), entry)
 
     def _device_of_kind(self, entry: DeviceEntry, memory: int | None, where: str) -> Device:

@@ -106,7 +106,10 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     recompute: bool = False
     #: Bits of a number in transit between sites.
     wan_bits: Literal[8, 16, 32] = 32
-    compile: bool = False
+    #: Whether blocks are compiled, and whether a GPU records its step as one CUDA graph; `auto`
+    #: goes by device and run.
+    compile: Literal["auto"] | bool = "auto"
+    graph: Literal["auto"] | bool = "auto"
     seed: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0
     validate_every: Positive | Literal["auto"] = "auto"
     patience: Literal["auto"] | Annotated[int, msgspec.Meta(ge=0)] = "auto"

@@ -27,6 +27,8 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rows: int
     seq_len: int
     speeds: dict[Precision, Speed]
+    #: Whether the steps were of compiled blocks.
+    compiled: bool = False
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -81,7 +81,12 @@ class TrainSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     regularization: Regularization | msgspec.UnsetType = msgspec.UNSET
     attention: Literal["sdpa", "vanilla"] = "sdpa"
     recompute: bool = False
-    compile: bool = False
+    #: Whether devices compile the blocks of the model; of `auto` each PlannedDevice has what was
+    #: chosen.
+    compile: bool | Literal["auto"] = False
+    #: Whether a device records its step as one CUDA graph, likewise. Unset where it is not asked
+    #: for: plans of before are known by the same hashes.
+    graph: bool | Literal["auto"] | msgspec.UnsetType = msgspec.UNSET
     #: Bits of a number in transit between sites: gradients, activations, replicas' changes. Fewer
     #: than the precision's keep the quantization residual (error feedback, arXiv 1901.09847), but
     #: for activations: each is another sample's.

@@ -187,6 +187,11 @@ class Costs:
         pace = 1 / self._devices[kind].learned.pace
         return forward.scaled((pace, pace)), backward.scaled((pace, pace))
 
+    def roofline(self, rank: int, op: Operator, rows: int) -> tuple[Kernels, Kernels]:
+        """Return the kernels and launches of one whole operator on a device, forward and backward,
+        by the roofline alone."""
+        return self._roofline(self.alike[rank], op, rows, UNDIVIDED)
+
     def _roofline(
         self, kind: int, op: Operator, rows: int, part: OperatorDivision
     ) -> tuple[Kernels, Kernels]:

@@ -13,11 +13,13 @@ from farspan.domain.corpus import CorpusManifest
 from farspan.domain.cost import OVERHEAD_SHARE
 from farspan.domain.escapes import key_word
 from farspan.domain.model import ModelSpec, count_parameters
+from farspan.domain.plan_words import join_words
 from farspan.domain.probe_requests import ProbeResult
 from farspan.domain.problems import Refusal
 from farspan.domain.train import Precision, TrainSpec
 from farspan.domain.units import counted, format_count, format_seconds
 from farspan.planning.choose_model import ChosenModel
+from farspan.planning.device_modes import settle_asked
 from farspan.planning.model_speed import step_seconds
 from farspan.planning.quantities import (
     asked_rows,
@@ -29,6 +31,7 @@ from farspan.planning.quantities import (
 )
 from farspan.planning.recipe import apply_recipe, drafted_optimizer
 from farspan.planning.size import FRESH_EPOCHS, SMALLEST, TOKENS_PER_PARAMETER, TOLERANCE
+from farspan.semantics.compile_choice import NO_NVIDIA_GPU, SCALED_LOSS, is_for_gpus
 
 #: A run's validations, and the share of its compute that they take, both about (forward is a
 #: third).
@@ -79,7 +82,7 @@ def draft_training(config: RunConfig, chosen: ChosenModel, workers: int) -> Trai
         attention=attention,
         recompute=asked.recompute,
         wan_bits=asked.wan_bits,
-        compile=asked.compile,
+        compile=asked.compile is True,
         seed=asked.seed,
         keep=config.checkpoint.keep,
         checkpoint_every_s=save_every_s(config),
@@ -136,6 +139,8 @@ def choose_train(
         patience=patience,
     )
     train, origin = apply_recipe(train, asked, chosen.model, epochs, step_tokens / workers)
+    train, modes_from = _choose_modes(config, cluster, train)
+    origin |= modes_from
 
     patience_default = f"default: {PATIENCE} beyond {FRESH_EPOCHS} epochs"
     origin["train.steps"] = steps_from
@@ -146,6 +151,32 @@ def choose_train(
     origin["train.patience"] = given_or(asked.patience, patience_default)
     origin["train.validate_every"] = given_or(asked.validate_every, "default: 12 a run")
     return train, origin, _list_warnings(chosen.model, corpus, train)
+
+
+def _choose_modes(
+    config: RunConfig, cluster: Cluster, train: TrainSpec
+) -> tuple[TrainSpec, dict[str, str]]:
+    """Return the training with what is asked of compiling and of graphs, and where it came from;
+    each plan chooses for its devices what `auto` leaves open."""
+    asked = config.train
+    if asked.graph is True:
+        obstacle = SCALED_LOSS if train.precision == "fp16" else ""
+        if not is_for_gpus(cluster):
+            obstacle = NO_NVIDIA_GPU
+        if obstacle:
+            raise out_of_range("train.graph", "true", obstacle, "set train.graph: auto")
+    compile_default = "auto: by device and length of the run"
+    graph_default = "auto: by device and what launches take"
+    if not is_for_gpus(cluster):
+        kinds = join_words(sorted({device.kind for device in cluster.devices}))
+        compile_default = f"auto: {kinds} compiles only where run.yaml asks for it"
+        graph_default = f"auto: {NO_NVIDIA_GPU}"
+    origin = {
+        "train.compile": given_or(asked.compile, compile_default),
+        "train.graph": given_or(asked.graph, graph_default),
+    }
+    train = settle_asked(train, cluster, compiled=asked.compile, graph=asked.graph)
+    return train, origin
 
 
 def _choose_precision(

@@ -98,7 +98,12 @@ def predict_probe(
         speeds[precision] = Speed(
             step_s=alone.step_s, tokens_per_s=alone.tokens_per_s, memory_bytes=memory
         )
-    return ProbeResult(rows=train.batch, seq_len=train.seq_len, speeds=speeds)
+    return ProbeResult(
+        rows=train.batch,
+        seq_len=train.seq_len,
+        speeds=speeds,
+        compiled=train.compile is True,
+    )
 
 
 def calibrate_cluster(
@@ -106,7 +111,7 @@ def calibrate_cluster(
 ) -> Cluster:
     """Return the cluster whose devices of the first one's kind keep the speed and the memory that a
     trial measured there."""
-    tried = replace(train, batch=probe.rows, seq_len=probe.seq_len)
+    tried = replace(train, batch=probe.rows, seq_len=probe.seq_len, compile=probe.compiled)
     speed = probe.speeds[train.precision]
     alone = on_one_device(model, tried, cluster, engine)
     kind = cluster.devices[0].kind

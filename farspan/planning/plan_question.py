@@ -21,6 +21,7 @@ from farspan.domain.train import Precision, TrainSpec
 from farspan.domain.units import parse_count
 from farspan.planning.choose_model import DEFAULT_FAMILY
 from farspan.planning.choose_train import batch_tokens
+from farspan.planning.device_modes import settle_asked
 from farspan.planning.model_speed import common_precisions
 from farspan.planning.quantities import (
     PARAMETERS,
@@ -100,7 +101,7 @@ def train_of(question: Question, model: ModelSpec, cluster: Cluster, file: str =
         batch = math.ceil(rows / devices) * devices
     steps = max(1, round(tokens / (batch * seq_len)))
     precision = precision_of(question.precision, cluster, key_of("precision"), file)
-    return TrainSpec(
+    train = TrainSpec(
         steps=steps,
         batch=batch,
         seq_len=seq_len,
@@ -109,6 +110,7 @@ def train_of(question: Question, model: ModelSpec, cluster: Cluster, file: str =
         recompute=question.recompute,
         wan_bits=question.wan_bits,
     )
+    return settle_asked(train, cluster)
 
 
 def precision_of(asked: str, cluster: Cluster, key: str, file: str = "") -> Precision:

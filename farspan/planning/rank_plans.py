@@ -19,6 +19,7 @@ from farspan.estimate.estimate_plan import price
 from farspan.estimate.scaling_law import scaling_law_loss
 from farspan.planning.candidate import Candidate, Refused
 from farspan.planning.cluster_parts import ClusterPart, all_parts, whole_cluster
+from farspan.planning.device_modes import find_graph_problem, settle_modes
 from farspan.planning.fork_map import count_cores, fork_map
 from farspan.planning.ranking import Ranking
 from farspan.techniques import Task
@@ -101,15 +102,21 @@ def price_technique(task: Task, part: ClusterPart, name: str) -> Candidate | Ref
     answer = techniques.plan(name, task)
     if isinstance(answer, Problem):
         return Refused(technique=name, where=part.name, places=part.places, problem=answer)
+    problem = find_graph_problem(answer)
+    if problem is not None:
+        return Refused(technique=name, where=part.name, places=part.places, problem=problem)
     estimate = price(answer, task.costs)
-    sites = [task.cluster.site_of(device.host) for device in answer.devices]
+    plan = settle_modes(answer, task.costs, estimate)
+    if plan.devices != answer.devices:
+        estimate = price(plan, task.costs_on(plan.devices))
+    sites = [task.cluster.site_of(device.host) for device in plan.devices]
     queue_s = max(site.queue_s for site in sites)
     leases = [site.lease_s for site in sites if site.lease_s is not None]
     return Candidate(
         technique=name,
         where=part.name,
         places=part.places,
-        plan=answer,
+        plan=plan,
         estimate=estimate,
         time_s=queue_s + estimate.equal_loss_s,
         queue_s=queue_s,

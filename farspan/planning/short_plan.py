@@ -27,6 +27,9 @@ from farspan.domain.problems import Refusal
 from farspan.domain.struct_files import convert
 from farspan.domain.suggest import advise
 from farspan.domain.units import counted
+from farspan.estimate.estimate_plan import price
+from farspan.estimate.network import NoLink
+from farspan.planning.device_modes import settle_modes
 from farspan.planning.plan_question import Question, model_of, train_of
 from farspan.semantics.kernel_choice import BYTES
 from farspan.techniques import Task
@@ -138,7 +141,12 @@ class _Reader:
             microbatches=short.microbatches,
             in_flight=tuple(in_flight),
         )
-        return task.plan("given", [replica])
+        plan = task.plan("given", [replica])
+        try:
+            estimate = price(plan, task.costs, brief=True)
+        except NoLink:
+            return plan  # Its price is asked next, and refused with both hosts.
+        return settle_modes(plan, task.costs, estimate)
 
     def _refuse(self, code: str, key: str, what: str, fact: str, remedy: str) -> NoReturn:
         where = f"{self.where}, {key}"

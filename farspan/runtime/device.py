@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib.util
 import os
 import platform
 import re
@@ -14,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import psutil
 import torch
 
@@ -157,6 +159,11 @@ def installed_torch() -> Wheel:
     )
 
 
+def has_triton() -> bool:
+    """Return whether this interpreter has Triton, PyTorch's compiler for GPUs."""
+    return importlib.util.find_spec("triton") is not None
+
+
 def apply_lab_limits(variable: str = READY_VARIABLE) -> None:
     """Let an emulated device be as slow as it is meant to be, now that its worker has started; or
     with TAKEN be this process's, which was a spare."""
@@ -203,7 +210,12 @@ def detect_devices(backend: str, workers: int | None) -> Cluster:
             key=key,
         )
     host = Host(
-        name=platform.node(), devices=tuple(devices), cpus=cores, memory=memory.total, enter=()
+        name=platform.node(),
+        devices=tuple(devices),
+        cpus=cores,
+        memory=memory.total,
+        enter=(),
+        triton=has_triton() if backend == "cuda" else msgspec.UNSET,
     )
     return Cluster(sites=(Site(name="here", hosts=(host,)),))
 
@@ -302,7 +314,10 @@ def _cpu_name() -> str:
 
 def _cuda_device(index: int) -> Device:
     properties = torch.cuda.get_device_properties(index)
-    sheet = DataSheet(dtypes=hardware_dtypes(torch.device("cuda", index)))
+    # ROCm's numbers are other ones.
+    capability = msgspec.UNSET if torch.version.hip else properties.major + properties.minor / 10
+    dtypes = hardware_dtypes(torch.device("cuda", index))
+    sheet = DataSheet(dtypes=dtypes, capability=capability)
     return Device(
         kind=properties.name,
         backend="cuda",

@@ -31,7 +31,8 @@ def plan_key(plan: Plan) -> str:
         train.precision,
         train.attention,
         train.recompute,
-        train.compile,
+        # What `auto` chose is the devices'.
+        train.compile is True,
         train.wan_bits,
     )
 

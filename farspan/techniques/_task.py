@@ -78,11 +78,15 @@ class Task:
     @functools.cached_property
     def costs(self) -> Costs:
         """Costs of plans for these devices; tasks that differ in their batch share them."""
-        key = ("costs", self.only, msgspec.structs.replace(self.train, batch=1))
+        return self.costs_on(self.devices)
+
+    def costs_on(self, devices: tuple[PlannedDevice, ...]) -> Costs:
+        """Return the costs of plans on these devices, which run their steps as they are planned."""
+        key = ("costs", devices, msgspec.structs.replace(self.train, batch=1))
         known: Costs | None = self.memo.get(key)
         if known is not None:
             return known.with_batch(self.train, self.outer)
-        network = Network(self.cluster, self.devices, self.engine)
+        network = Network(self.cluster, devices, self.engine)
         costs = Costs(self.graph, self.train, network, self.outer)
         self.memo[key] = costs
         return costs

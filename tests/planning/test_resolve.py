@@ -346,7 +346,7 @@ def test_resolved_values_record_their_origin_and_are_deterministic():
     first = run({"budget": {"time": "1h"}})
     second = run({"budget": {"time": "1h"}})
     assert first == second
-    known = ("run.yaml", "default", "corpus", "machine")
+    known = ("run.yaml", "default", "auto", "corpus", "machine")
     assert all(value.startswith(known) for value in first.origin.values()), first.origin
     preset = run({"model": {"preset": "gpt2"}, "budget": {"time": "1h"}}).origin
     assert all(value.startswith(known) for value in preset.values()), preset

@@ -84,6 +84,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     if given.export:
         predictions.load_exporter(given.export)
     resolved = None
+    values: dict[str, tuple[Any, str]] = {}
     if given.model is not None:
         ranking = predictions.price_model(query)
     else:
@@ -95,8 +96,9 @@ def run(given: argparse.Namespace, console: Console) -> None:
         with Show(console) as show:
             resolved = resolve_run(config, show, trial=is_here(config.parallel))
         ranking = predictions.price_resolved(resolved, config.parallel, query)
+        values = predictions.resolved_values(resolved, ranking)
         if given.resolved:
-            for key, (value, origin) in resolved.values.items():
+            for key, (value, origin) in values.items():
                 console.write_line(f"  {key:22} {value!s:20} {origin}")
     answer: dict[str, Any] = print_views(given, ranking, console)
     cluster = ranking.cluster
@@ -111,6 +113,6 @@ def run(given: argparse.Namespace, console: Console) -> None:
         answer["export"] = {} if plan is None else write_export(plan, given, console)
     if resolved is not None:
         answer["resolved"] = {}
-        for key, (value, origin) in resolved.values.items():
+        for key, (value, origin) in values.items():
             answer["resolved"][key] = {"value": value, "origin": origin}
     console.answer(answer)
