@@ -10,11 +10,11 @@ from farspan.domain.model import ModelSpec
 from farspan.domain.plan import GradSync, Inputs, Mesh, Plan, PlannedDevice, Replica, Stage
 from farspan.domain.train import TrainSpec
 from farspan.runtime.comm.topology import Topology
+from farspan.runtime.model.compiled_blocks import compile_blocks
 from farspan.runtime.model.decoder import initial_parameters
 from farspan.runtime.model.kernel_selection import select_kernels
 from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.parallel.pipeline import Batch
-from farspan.runtime.worker import compile_blocks
 
 TINY = ModelSpec(
     family="gpt2",

@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import os
 import platform
-import shutil
 import sys
 import time
 import traceback
@@ -57,6 +56,7 @@ from farspan.runtime.comm.distribute_files import share_files
 from farspan.runtime.comm.heartbeat import SILENCE_S, How
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.comm.worker_group import WORKER_START_S, Group, connect_workers
+from farspan.runtime.compiler import keep_compiled_code
 from farspan.runtime.device import (
     apply_lab_limits,
     describe_others,
@@ -65,6 +65,7 @@ from farspan.runtime.device import (
     open_device,
 )
 from farspan.runtime.model import huggingface
+from farspan.runtime.model.compiled_blocks import BlockInputs, compile_or_restore
 from farspan.runtime.model.decoder import Decoder, initial_parameters
 from farspan.runtime.model.generate import generate
 from farspan.runtime.model.kernel_selection import select_kernels
@@ -74,6 +75,7 @@ from farspan.runtime.training.events import EventLog
 from farspan.runtime.training.sample_order import PackedWindows, ReshuffledWindows
 from farspan.runtime.training.trainer import Trainer
 from farspan.runtime.training.worker_parts import Worker
+from farspan.semantics.compile_choice import runs_compiled
 
 #: Tokens of sample text that a finished run writes, and of the prompt before it.
 SAMPLE_TOKENS = 80
@@ -113,11 +115,13 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
             _, weights = huggingface.read_model(Path(record.initial).expanduser())
         executor.whole.hand_out(executor.state.master, weights)
         executor.begin_run()
-    if plan.train.compile:
-        compile_blocks(executor.model, group.device)
-    warning = select_kernels(executor.model, group.device, executor.state.dtype)
-    if warning:
-        emit(Warned(at=time.time(), message=warning))
+    dtype = executor.state.dtype
+    warnings_ = [select_kernels(executor.model, group.device, dtype)]
+    if runs_compiled(plan, group.rank):
+        inputs = block_inputs(executor.topology)
+        warnings_.append(compile_or_restore(executor.model, group.device, dtype, inputs))
+    for message in filter(None, warnings_):
+        emit(Warned(at=time.time(), message=message))
     return worker
 
 
@@ -153,21 +157,15 @@ def check_tokens(group: Group, *files: PackedWindows) -> None:
         )
 
 
-def compile_blocks(model: Decoder, device: torch.device) -> None:
-    """torch.compile each block's arithmetic, not the hooks that gather its weights; on a CPU that
-    needs a C++ compiler."""
-    compilers = os.environ.get("CXX", "g++"), "clang++"
-    if device.type == "cpu" and not any(map(shutil.which, compilers)):
-        raise Refusal(
-            "extra-missing",
-            what="train.compile needs a C++ compiler on a CPU",
-            where="run.yaml, key train.compile",
-            fact="neither g++ nor clang++ is on the path",
-            remedy="apt-get install g++, or set train.compile: false",
-            key="train.compile",
-        )
-    for block in model.blocks:
-        block.forward = torch.compile(block.forward)
+def block_inputs(topology: Topology) -> BlockInputs:
+    """Return what a worker's blocks are given in training."""
+    train = topology.plan.train
+    replica = topology.replica
+    rows = []
+    for i in range(replica.microbatches):
+        count = replica.microbatch_rows(topology.stage_index, topology.batch, i)
+        rows.append(max(1, count))  # A worker without a sequence reads one.
+    return BlockInputs(tuple(dict.fromkeys(rows)), train.seq_len, train.regular.dropout)
 
 
 def train(
@@ -503,6 +501,7 @@ def main() -> int:
     # PyTorch 2.13 gives collectives names that 2.11 lacks; the last words of a log are for what
     # went wrong.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    keep_compiled_code()
     run = RunFolder(Path(sys.argv[2]).expanduser())
     plan = None
     rank = int(os.environ["RANK"])

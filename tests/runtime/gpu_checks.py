@@ -23,6 +23,7 @@ from farspan.domain.run import RunFolder
 from farspan.domain.run_events import Finished, Started, Step, Validated, read_events
 from farspan.domain.train import Muon, Optimizer, Precision, Regularization, TrainSpec
 from farspan.runtime.comm.topology import Topology
+from farspan.runtime.model.compiled_blocks import compile_blocks
 from farspan.runtime.model.decoder import Decoder, initial_parameters, load_whole
 from farspan.runtime.model.dropout import Dropout
 from farspan.runtime.parallel.device_step import StepLayout
@@ -31,7 +32,6 @@ from farspan.runtime.parallel.pipeline import Batch
 from farspan.runtime.state.train_state import update_scalars
 from farspan.runtime.training.prefetch import ReadStep
 from farspan.runtime.training.recorded_steps import RecordedSteps
-from farspan.runtime.worker import compile_blocks
 from tests import tiny
 from tests.waiting import LIMIT_S, wait_for
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from farspan.domain.model import ModelSpec
 from farspan.runtime.model.attention_policy import DEFAULT_POLICY
-from farspan.runtime.model.dropout import Dropout
+from farspan.runtime.model.dropout import Dropout, PlacedDropout
 from farspan.runtime.model.fused_loss import FusedLoss
 from farspan.runtime.model.kernels import (
     LogitsCrossEntropy,
@@ -227,22 +227,20 @@ class Block(nn.Module):
         self,
         x_BSD: Tensor,
         rotation: tuple[Tensor, Tensor] | None,
-        dropout: Dropout | None = None,
-        unit: int = 0,
+        dropouts: tuple[PlacedDropout, PlacedDropout] | None = None,
     ) -> Tensor:
-        """Return the residual stream after the block; before and after it has its own layout.
-        `unit` is the block's number."""
+        """Return the residual stream after the block; before and after it has its own layout."""
         h_BSD = self.attn_norm(self.between(x_BSD, RESIDUAL, "attn_norm"))
         h_BSD = self.attn(self.between(h_BSD, "attn_norm", "attn.qkv"), rotation)
         h_BSD = self.between(h_BSD, "attn.out", RESIDUAL)
-        if dropout is not None:
-            h_BSD = dropout(h_BSD, 2 * unit)
+        if dropouts is not None:
+            h_BSD = dropouts[0](h_BSD)
         x_BSD = x_BSD + h_BSD
         h_BSD = self.mlp_norm(self.between(x_BSD, RESIDUAL, "mlp_norm"))
         h_BSD = self.mlp(self.between(h_BSD, "mlp_norm", "mlp.up"))
         h_BSD = self.between(h_BSD, "mlp.down", RESIDUAL)
-        if dropout is not None:
-            h_BSD = dropout(h_BSD, 2 * unit + 1)
+        if dropouts is not None:
+            h_BSD = dropouts[1](h_BSD)
         return x_BSD + h_BSD
 
 
@@ -312,30 +310,40 @@ class Decoder(nn.Module):
         if dropout is not None and self.layouts.operator_split(RESIDUAL) == "b":
             own_seeds = dropout.seeds.chunk(axis.size)[axis.coordinate]
             dropout = dropout._replace(seeds=own_seeds)
+        # Two places a unit; of the embedding's the first alone is used.
+        places = None if dropout is None else dropout.at_places(2 * self.units[1])
         x_BSD = x
         if self.units[0] == 0:
             x_BSD = self._embed(x)
-            if dropout is not None:
-                x_BSD = dropout(x_BSD, 0)
+            if places is not None:
+                x_BSD = places[0](x_BSD)
         rotation = None
         if spec.positions != "learned":
             rotation = rotary_table(spec, S, x.device, x_BSD.dtype)
         yield x_BSD
         for unit, block in enumerate(self.blocks, max(self.units[0], 1)):
-            if self.recompute and self.training:
-                # Dropout is a function of its seeds: there is no other randomness to repeat.
-                x_BSD = torch.utils.checkpoint.checkpoint(
-                    block,
-                    x_BSD,
-                    rotation,
-                    dropout,
-                    unit,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                )
-            else:
-                x_BSD = block(x_BSD, rotation, dropout, unit)
+            dropouts = None if places is None else (places[2 * unit], places[2 * unit + 1])
+            x_BSD = self.run_block(block, x_BSD, rotation, dropouts)
             yield x_BSD
+
+    def run_block(
+        self,
+        block: nn.Module,
+        x_BSD: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        dropouts: tuple[PlacedDropout, PlacedDropout] | None,
+    ) -> Tensor:
+        """Return the residual stream after a block, which keeps its activations or makes them again
+        in the backward pass."""
+        after_BSD: Tensor
+        if self.recompute and self.training:
+            # Dropout is a function of its seeds: there is no other randomness to repeat.
+            after_BSD = torch.utils.checkpoint.checkpoint(
+                block, x_BSD, rotation, dropouts, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            after_BSD = block(x_BSD, rotation, dropouts)
+        return after_BSD
 
     def _embed(self, tokens_BS: Tensor) -> Tensor:
         """Return the residual stream (B, S, D) that tokens begin with."""

@@ -15,6 +15,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from farspan.runtime.compiler import describe_failure
+
 #: (logits (N, W) that their gradient overwrites, targets (N,), V) -> summed loss: of W columns
 #: those from V on are padding.
 FusedLoss = Callable[[Tensor, Tensor, int], Tensor]
@@ -71,5 +73,5 @@ def choose_loss(device: torch.device, dtype: torch.dtype) -> tuple[FusedLoss | N
         return compile_loss(device, dtype), ""
     # Whatever a compiler, a driver or a full disk raises: the operators give the same loss.
     except Exception as error:
-        cause = next(iter(str(error).splitlines()), type(error).__name__)
-        return None, f"the loss could not be compiled, and takes longer for it: {cause[:200]}"
+        cause = describe_failure(error)
+        return None, f"the loss could not be compiled, and takes longer for it: {cause}"
