@@ -75,6 +75,8 @@ class UnitTime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     backward_s: Seconds
     #: Devices of the host that did the same at the same time.
     together: Count = 1
+    #: Whether it was of compiled blocks; unset where they were not.
+    compiled: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class Interconnect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -114,6 +114,8 @@ class UnitsQuery(msgspec.Struct, frozen=True, tag="units"):
     dtypes: tuple[DType, ...]
     #: Bytes that the device may use.
     memory: int
+    #: Whether blocks are compiled before they are timed.
+    compiled: bool = False
 
 
 class AllReduceQuery(msgspec.Struct, frozen=True, tag="allreduce"):

@@ -52,6 +52,7 @@ class Network:
 
     def __init__(self, cluster: Cluster, devices: Sequence[PlannedDevice], engine: Engine) -> None:
         self.cluster, self.engine = cluster, engine.on(device.backend for device in devices)
+        self.planned = tuple(devices)
         self.hosts = [device.host for device in devices]
         by_name = {host.name: host for host in cluster.hosts}
         sites = {host.name: site for site in cluster.sites for host in site.hosts}

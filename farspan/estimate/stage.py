@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -40,6 +41,7 @@ from farspan.semantics.communications import (
     stage_sends,
     table_sends,
 )
+from farspan.semantics.compile_choice import is_compiled
 from farspan.semantics.kernel_choice import BYTES, scored_keys
 from farspan.semantics.muon_matrices import NO_MATRICES, OwnedMatrices, owned_matrices
 from farspan.semantics.pass_order import depths_in_flight
@@ -53,6 +55,9 @@ from farspan.semantics.tensor_sharding import (
     divided,
     work_share,
 )
+
+#: What tells figures of a device that compiles from those of one that does not.
+COMPILED = b"compiled"
 
 
 class Pass(NamedTuple):
@@ -85,9 +90,16 @@ class Costs:
             {id(device): _figures(device) for device in network.devices},
             Counter(network.hosts),
         )
+        compiled = [is_compiled(at, train) for at in network.planned]
         self.figures = [
-            (keys[id(device)], core_load, together[host] if device.times.units else 1)
-            for (device, core_load), host in zip(self.signature, network.hosts, strict=True)
+            (
+                keys[id(device)] + COMPILED * is_compiled_here,
+                core_load,
+                together[host] if device.times.units else 1,
+            )
+            for (device, core_load), host, is_compiled_here in zip(
+                self.signature, network.hosts, compiled, strict=True
+            )
         ]
         self._turns = [
             max(device.slot.turn_s, self.engine.turn_s * (core_load - 1))
@@ -105,7 +117,10 @@ class Costs:
             kind: (self.figures[rank][2], self.signature[rank][1])
             for rank, kind in enumerate(self.alike)
         }
-        self._timed = TimedUnits(graph, train, self._devices, core_loads, self._unpaced)
+        compiling = frozenset(itertools.compress(self.alike, compiled))
+        self._timed = TimedUnits(
+            graph, train, self._devices, core_loads, self._unpaced, compiled=compiling
+        )
         self._units: dict[tuple[object, ...], tuple[float, float]] = {}
         self._sizes: dict[tuple[object, ...], float] = {}
         self._waits: dict[tuple[object, ...], tuple[float, float]] = {}

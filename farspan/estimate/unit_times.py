@@ -33,7 +33,9 @@ class TimedUnits:
         devices: Mapping[int, Device],
         core_loads: Mapping[int, tuple[int, float]],
         predicted: Callable[[int, Operator, int], tuple[Kernels, Kernels]],
+        compiled: frozenset[int] = frozenset(),
     ) -> None:
+        """Take the times; kinds in `compiled` have those of compiled units where there are any."""
         self._predicted, self._devices = predicted, devices
         named = {"embedding": graph.embedding, "block": graph.block, "head": graph.head}
         self._unit = {op.name: (name, unit) for name, unit in named.items() for op in unit}
@@ -42,6 +44,11 @@ class TimedUnits:
         self._asked = model, train.precision, train.seq_len
         for kind, device in devices.items():
             fitting = [unit_time for unit_time in device.times.units if self.fits(unit_time)]
+            of_compiled = [unit_time for unit_time in fitting if unit_time.compiled]
+            if kind in compiled and of_compiled:
+                fitting = of_compiled
+            else:
+                fitting = [unit_time for unit_time in fitting if not unit_time.compiled]
             count, load = core_loads[kind]
             crowded = [unit_time for unit_time in fitting if unit_time.together == count]
             for unit_time in crowded or [

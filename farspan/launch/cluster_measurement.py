@@ -3,6 +3,7 @@ Cluster like any other."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -11,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from farspan.domain.cluster import Cluster, Device, Host, Link
+from farspan.domain.cluster import Cluster, Device, Host, Link, UnitTime
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.probe_requests import (
@@ -32,6 +33,7 @@ from farspan.launch.link_measurement import (
 from farspan.launch.network_examination import start_agents
 from farspan.launch.probe_client import Probe
 from farspan.launch.rendezvous import arrange_rendezvous
+from farspan.semantics.compile_choice import choose_compile
 
 T = TypeVar("T")
 #: What mends too little memory.
@@ -159,6 +161,20 @@ class _Measuring(NamedTuple):
         query = UnitsQuery(planned, self.model, self.seq_len, SEQUENCES, dtypes, device.memory)
         return self.ask(host, index, query, UnitTimes)
 
+    def time_compiled_units(self, host: Host, index: int) -> tuple[UnitTime, ...]:
+        """Time compiled units where plans for the device may compile: few, as each number of rows
+        takes a compile."""
+        device = host.devices[index]
+        if not choose_compile(device, host.triton, math.inf).value:
+            return ()
+        rows = (SEQUENCES[0], SEQUENCES[-1])
+        planned = _planned_device(host, index)
+        query = UnitsQuery(
+            planned, self.model, self.seq_len, rows, ("bf16",), device.memory, compiled=True
+        )
+        timed = self.ask(host, index, query, UnitTimes)
+        return () if timed is None else timed.times
+
     def working_devices(self, host: Host) -> list[int]:
         """List a host's devices that have not failed."""
         return [i for i in range(len(host.devices)) if (host.name, i) not in self.failed]
@@ -186,7 +202,7 @@ def _measure_alone(host: Host, measuring: _Measuring) -> Host:
                 timed = measuring.time_units(host, index)
                 if timed is not None:
                     measuring.report_left_out(host, index, timed.left_out)
-                    times = timed.times
+                    times = timed.times + measuring.time_compiled_units(host, index)
             failed = (host.name, index) in measuring.failed
             device = device.but(units=times, origin=device.origin if failed else "measured")
         done.append(device)

@@ -39,6 +39,7 @@ from farspan.launch.hosts import ask_shell, quote_path
 from farspan.launch.launchers import launch_workers
 from farspan.launch.processes import run_folder
 from farspan.launch.workers import Workers
+from farspan.semantics.compile_choice import runs_compiled
 from farspan.semantics.identity import plan_key
 
 #: Steps before those that count: memory is taken, connections are opened, windows of TCP grow.
@@ -52,6 +53,9 @@ TRIAL_ROUNDS = 2
 TRIAL_START_S = 120.0
 MAX_TIME_FACTOR = 4.0
 FIRST_S = 30.0
+#: Workers compile before they train: 30 to 60 s on GPUs, unless the cache has it, and a few times
+#: that on a host that is busy.
+COMPILE_S = 240.0
 #: What a host lacks of the corpus is sent to it at least at this rate, bytes a second. A choice: 10
 #: Mbit/s, shared by few.
 SEND_RATE = 1e6
@@ -101,7 +105,9 @@ def start_s(plan: Plan, cluster: Cluster, corpus: Path) -> float:
     files = [corpus / name for name in TOKEN_FILES]
     corpus_bytes = sum(path.stat().st_size for path in files if path.exists())
     sent_bytes = len(_far_hosts(plan, cluster)) * corpus_bytes
-    return TRIAL_START_S + state_bytes / STATE_RATE + sent_bytes / SEND_RATE
+    compiles = any(runs_compiled(plan, rank) for rank in range(len(plan.devices)))
+    compile_s = COMPILE_S if compiles else 0.0
+    return TRIAL_START_S + compile_s + state_bytes / STATE_RATE + sent_bytes / SEND_RATE
 
 
 def _far_hosts(plan: Plan, cluster: Cluster) -> list[Host]:

@@ -34,7 +34,7 @@ def keep_compiled_code() -> None:
 
 
 def describe_failure(error: Exception) -> str:
-    """Return what a compiler failed of, in a line."""
+    """Describe a compiler's failure in a line."""
     # What a backend raised comes under a line that names the backend alone.
     cause = getattr(error, "inner_exception", error)
     lines = str(cause).splitlines()

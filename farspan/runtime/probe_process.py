@@ -33,6 +33,7 @@ from farspan.domain.probe_requests import (
 )
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.train import Precision
+from farspan.runtime.compiler import keep_compiled_code
 from farspan.runtime.device import (
     detect_devices,
     installed_torch,
@@ -43,6 +44,7 @@ from farspan.runtime.device import (
     report_devices,
     synchronize_device,
 )
+from farspan.runtime.model.compiled_blocks import BlockInputs, compile_or_restore
 from farspan.runtime.model.decoder import Decoder, initial_parameters
 from farspan.runtime.model.kernel_selection import select_kernels
 from farspan.runtime.probing.rates import measure_allreduce, measure_device_rates
@@ -82,17 +84,25 @@ def _time_call(work: Callable[[], object], device: torch.device) -> float:
 def measure(request: MeasureQuery) -> ProbeResult:
     """Real steps of the real model on random tokens: forward, backward, update."""
     speeds: dict[Precision, Speed] = {}
+    compiled = request.train.compile is True
     tokens = request.train.batch * request.train.seq_len
     # fp32 last: a process's peak memory only grows, and the leaner precisions must not be given
     # fp32's.
     for precision in sorted(request.precisions, key=BYTES.__getitem__):
         device = open_device(request.device, precision)
-        step_s = lower_quartile(_step_times(request, precision, device))
+        times, is_compiled = _step_times(request, precision, device)
+        step_s = lower_quartile(times)
+        compiled = compiled and is_compiled
         memory = peak_memory(device)
         tokens_per_s = tokens / step_s
         speeds[precision] = Speed(step_s=step_s, tokens_per_s=tokens_per_s, memory_bytes=memory)
         release_memory(device)
-    return ProbeResult(rows=request.train.batch, seq_len=request.train.seq_len, speeds=speeds)
+    return ProbeResult(
+        rows=request.train.batch,
+        seq_len=request.train.seq_len,
+        speeds=speeds,
+        compiled=compiled,
+    )
 
 
 def lower_quartile(times: Sequence[float]) -> float:
@@ -103,7 +113,10 @@ def lower_quartile(times: Sequence[float]) -> float:
     return statistics.quantiles(times, n=4)[0]
 
 
-def _step_times(request: MeasureQuery, precision: Precision, device: torch.device) -> list[float]:
+def _step_times(
+    request: MeasureQuery, precision: Precision, device: torch.device
+) -> tuple[list[float], bool]:
+    """Return the seconds of steps, and whether their blocks were compiled, which is done before."""
     train = request.train
     # As a worker does: a second copy of its values would be counted as its memory.
     with torch.device("meta"):
@@ -111,6 +124,10 @@ def _step_times(request: MeasureQuery, precision: Precision, device: torch.devic
     state = TrainState(model, precision, device)
     select_kernels(model, device, state.dtype)
     state.load_parameters(initial_parameters(request.model, train.seed))
+    is_compiled = False
+    if train.compile is True:
+        inputs = BlockInputs((train.batch,), train.seq_len)
+        is_compiled = not compile_or_restore(model, device, state.dtype, inputs)
     generator = torch.Generator().manual_seed(train.seed)
     shape = train.batch, train.seq_len + 1
     tokens = torch.randint(request.model.vocab_size, shape, generator=generator).to(device)
@@ -132,7 +149,8 @@ def _step_times(request: MeasureQuery, precision: Precision, device: torch.devic
         times.append(_time_call(step, device))
         spent = time.monotonic() - began
     state.remove_hooks()
-    return times[WARMUP_STEPS:] if len(times) >= WARMUP_STEPS + 2 else times
+    timed = times[WARMUP_STEPS:] if len(times) >= WARMUP_STEPS + 2 else times
+    return timed, is_compiled
 
 
 def answer(request: Query) -> object:
@@ -147,7 +165,13 @@ def answer(request: Query) -> object:
     if isinstance(request, UnitsQuery):
         device = open_device(request.device)
         return unit_times(
-            device, request.model, request.seq_len, request.rows, request.dtypes, request.memory
+            device,
+            request.model,
+            request.seq_len,
+            request.rows,
+            request.dtypes,
+            request.memory,
+            compiled=request.compiled,
         )
     if isinstance(request, AllReduceQuery):
         os.environ |= {"MASTER_ADDR": request.address, "MASTER_PORT": str(request.port)}
@@ -160,6 +184,7 @@ def answer(request: Query) -> object:
 
 
 def main() -> None:
+    keep_compiled_code()
     decoder = msgspec.json.Decoder(Query)
     for line in sys.stdin.buffer:
         reply: dict[str, object]

@@ -158,7 +158,7 @@ def check_tokens(group: Group, *files: PackedWindows) -> None:
 
 
 def block_inputs(topology: Topology) -> BlockInputs:
-    """Return what a worker's blocks are given in training."""
+    """Return the rows, positions and dropout of a worker's blocks in training."""
     train = topology.plan.train
     replica = topology.replica
     rows = []

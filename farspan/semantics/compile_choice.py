@@ -3,6 +3,7 @@ graph: one rule each, with its reason in words."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import msgspec
@@ -34,8 +35,12 @@ class Choice(NamedTuple):
 def runs_compiled(plan: Plan, rank: int) -> bool:
     """Return whether a rank of a plan compiles its blocks: as its device is planned, or as its
     training asks where nothing decided it."""
-    compiled = plan.devices[rank].compile
-    return plan.train.compile is True if isinstance(compiled, msgspec.UnsetType) else compiled
+    return is_compiled(plan.devices[rank], plan.train)
+
+
+def is_compiled(at: PlannedDevice, train: TrainSpec) -> bool:
+    """Return whether a planned device compiles its blocks, as `runs_compiled`."""
+    return train.compile is True if isinstance(at.compile, msgspec.UnsetType) else at.compile
 
 
 def records_graph(plan: Plan, rank: int) -> bool:
@@ -67,7 +72,7 @@ def choose_compile(
         return Choice(False, f"the host of {kind} has no Triton, PyTorch's compiler for GPUs")
     if ways > 1:
         return Choice(False, "a tensor axis exchanges inside blocks, which would cut their graphs")
-    length = format_seconds(run_s)
+    length = "long" if math.isinf(run_s) else format_seconds(run_s)
     if run_s < LEAST_RUN_S:
         least = format_seconds(LEAST_RUN_S)
         return Choice(False, f"the run takes about {length}, and compiling pays from {least} on")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import types
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -47,7 +48,9 @@ def compile_blocks(model: Decoder, device: torch.device) -> None:
             key="train.compile",
         )
     for block in model.blocks:
-        block.forward = torch.compile(block.forward, dynamic=False)
+        # Its own, also where another number of rows was compiled before.
+        forward = types.MethodType(type(block).forward, block)
+        block.forward = torch.compile(forward, dynamic=False)
 
 
 def restore_blocks(model: Decoder) -> None:

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from farspan.domain.probe_requests import LeftOut, UnitTimes
 from farspan.domain.train import TrainSpec
 from farspan.estimate.memory import kept_per_row, logits_bytes
 from farspan.runtime.device import free_memory, memory_is_full, release_memory, synchronize_device
+from farspan.runtime.model.compiled_blocks import BlockInputs, compile_or_restore
 from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.model.kernel_selection import select_kernels
 from farspan.runtime.state.train_state import TrainState
@@ -45,9 +47,12 @@ def unit_times(
     rows: Sequence[int],
     dtypes: Sequence[DType],
     allowed: int,
+    *,
+    compiled: bool = False,
 ) -> UnitTimes:
     """Time the forward and backward pass of every unit, by dtype and number of sequences (`rows`),
-    in `allowed` bytes; what would need more is left out."""
+    in `allowed` bytes; what would need more is left out. Blocks that are to be `compiled` are
+    before the clock runs; where that fails nothing is timed."""
     blocks = min(BLOCKS, spec.layers)
     head = spec.layers + 1
     ends = {"embedding": (0, 1), "block": (1, 1 + blocks), "head": (head, head + 1)}
@@ -66,6 +71,8 @@ def unit_times(
                 if not units:
                     for name, which in ends.items():
                         units[name] = _Unit(device, spec, which, dtype)
+                if compiled and not units["block"].compile_rows(count, seq_len):
+                    break
                 tokens = torch.randint(spec.vocab_size, (count, seq_len), device=device)
                 times = _time_units(units, tokens)
             except (MemoryError, RuntimeError) as error:
@@ -86,6 +93,7 @@ def unit_times(
                     seq_len=seq_len,
                     forward_s=forward / share,
                     backward_s=backward / share,
+                    compiled=compiled or msgspec.UNSET,
                 )
                 measured.append(time_)
             release_memory(device)
@@ -138,6 +146,12 @@ class _Unit:
         select_kernels(self._model, device, self._state.dtype)
         self._x = torch.empty(0)
         self._y = self._x
+
+    def compile_rows(self, rows: int, seq_len: int) -> bool:
+        """Compile the blocks for a number of rows; return whether that works."""
+        inputs = BlockInputs((rows,), seq_len)
+        dtype = self._state.dtype
+        return not compile_or_restore(self._model, self._device, dtype, inputs)
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         self._x = x if self._is_embedding else x.detach().requires_grad_()
