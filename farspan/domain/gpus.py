@@ -63,6 +63,8 @@ class Wheel(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     #: CUDA_VISIBLE_DEVICES; None where it is not set.
     visible: str | None = None
+    #: Whether Triton is installed, its compiler for GPUs.
+    triton: bool | msgspec.UnsetType = msgspec.UNSET
 
     def __str__(self) -> str:
         built = "no CUDA: it is a CPU wheel"

@@ -13,12 +13,14 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from farspan.domain.cluster import Cluster, Device, Host, Link, UnitTime
+from farspan.domain.gpus import Wheel
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.probe_requests import (
     AllReduceQuery,
     DescribeQuery,
     DeviceRates,
+    InstalledQuery,
     LeftOut,
     Query,
     RatesQuery,
@@ -98,7 +100,8 @@ def measure_cluster(
         # memory.
         measured: Sequence[Host] = cluster.hosts
         with ThreadPoolExecutor(len(cluster.hosts)) as pool:
-            for measure_part in (_measure_alone, _measure_co_located, _measure_local_rate):
+            parts = (_examine_gpus, _measure_alone, _measure_co_located, _measure_local_rate)
+            for measure_part in parts:
                 measured = list(pool.map(measure_part, measured, repeat(measuring)))
         by_name = {host.name: host for host in measured}
         sites = []
@@ -178,6 +181,23 @@ class _Measuring(NamedTuple):
     def working_devices(self, host: Host) -> list[int]:
         """List a host's devices that have not failed."""
         return [i for i in range(len(host.devices)) if (host.name, i) not in self.failed]
+
+
+def _examine_gpus(host: Host, measuring: _Measuring) -> Host:
+    """Note what a host's PyTorch says of its GPUs: their compute capability, and its compiler."""
+    indices = [i for i, device in enumerate(host.devices) if device.backend == "cuda"]
+    if not indices:
+        return host
+    wheel = measuring.ask(host, indices[0], InstalledQuery(), Wheel)
+    if wheel is None:
+        return host
+    devices = list(host.devices)
+    # ROCm's numbers are other ones; and where a GPU is left out places do not tell which is which.
+    if wheel.hip is None and len(wheel.seen) == len(indices):
+        for index, gpu in zip(indices, wheel.seen, strict=True):
+            major, minor = gpu.capability
+            devices[index] = devices[index].but(capability=major + minor / 10)
+    return msgspec.structs.replace(host, devices=tuple(devices), triton=wheel.triton)
 
 
 def _measure_alone(host: Host, measuring: _Measuring) -> Host:

@@ -156,6 +156,7 @@ def installed_torch() -> Wheel:
         seen=tuple(seen),
         error=error,
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        triton=has_triton(),
     )
 
 

@@ -53,6 +53,20 @@ def test_a_unit_takes_what_it_was_timed_at_and_lies_on_a_line_between():
     assert block_s(*times, rows=2, pace=1.5) == pytest.approx((0.15, 0.3))
 
 
+def test_times_of_compiled_units_are_never_mixed_with_eager_ones():
+    eager = timed(2, 0.1, 0.2)
+    compiled = msgspec.structs.replace(timed(2, 0.05, 0.1), compiled=True)
+    both = device(units=(eager, compiled))
+    for asked, expected in ((False, (0.1, 0.2)), (True, (0.05, 0.1))):
+        using = costs(cluster([[both, both]]), plain(), seq_len=SEQ_LEN, compile=asked)
+        assert using.unit_s(0, using.graph.block, 2, {}, 1) == pytest.approx(expected)
+    # A device with times of compiled units alone has none where it does not compile.
+    alone = costs(cluster([[device(units=(compiled,))]]), plain(), seq_len=SEQ_LEN)
+    bare = costs(cluster([[device()]]), plain(), seq_len=SEQ_LEN)
+    block = bare.graph.block
+    assert alone.unit_s(0, block, 2, {}, 1) == bare.unit_s(0, block, 2, {}, 1)
+
+
 def test_unit_times_of_another_model_dtype_length_or_unit_are_ignored():
     usual = block_s(rows=2)
     other = {"model": "another", "dtype": "bf16", "seq_len": 32, "unit": "head"}
