@@ -157,6 +157,8 @@ class DeviceEntry(
     dtypes: tuple[DType, ...] | None = None
     rates: tuple[MatmulRate, ...] = ()
     units: tuple[UnitTime, ...] = ()
+    #: Of the host, to launch a kernel on a GPU.
+    launch_s: Seconds | None = None
     watts: Annotated[float, msgspec.Meta(ge=0, le=1e6)] | None = None
     #: Of an NVIDIA card, as 8.6.
     capability: Capability | msgspec.UnsetType = msgspec.UNSET
