@@ -184,7 +184,7 @@ class _Measuring(NamedTuple):
 
 
 def _examine_gpus(host: Host, measuring: _Measuring) -> Host:
-    """Note what a host's PyTorch says of its GPUs: their compute capability, and its compiler."""
+    """Note the compute capability of a host's GPUs, and whether its PyTorch has a compiler."""
     indices = [i for i, device in enumerate(host.devices) if device.backend == "cuda"]
     if not indices:
         return host

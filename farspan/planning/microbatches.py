@@ -31,11 +31,7 @@ def halve_microbatches(plan: Plan, rank: int | None = None) -> Plan | None:
             replicas.append(smaller)
         else:
             replicas.append(replica)
-    devices = []
-    for at in plan.devices:
-        # A graph holds the passes of one microbatch.
-        devices.append(replace(at, graph=False) if at.graph is True else at)
-    return replace(plan, replicas=tuple(replicas), devices=tuple(devices))
+    return replace(plan, replicas=tuple(replicas))
 
 
 def double_microbatches(plan: Plan) -> Plan | None:

@@ -31,7 +31,7 @@ from farspan.domain.cluster import (
     Site,
     WorkerSlot,
 )
-from farspan.domain.device_report import FREE_REMEDY, DeviceReport, describe_held_memory
+from farspan.domain.device_report import FREE_REMEDY, describe_held_memory
 from farspan.domain.escapes import shell_word
 from farspan.domain.gpus import TorchGpu, Wheel, has_code_for, is_kind
 from farspan.domain.plan import PlannedDevice
@@ -40,8 +40,7 @@ from farspan.domain.run import source_commit
 from farspan.domain.run_events import Environment
 from farspan.domain.train import Precision
 from farspan.domain.units import counted
-from farspan.runtime.model.compute_dtype import hardware_dtypes
-from farspan.runtime.model.fast_paths import describe_device
+from farspan.runtime.native_dtypes import hardware_dtypes
 
 #: glibc's malloc.h.
 _M_MMAP_THRESHOLD = -3
@@ -219,18 +218,6 @@ def detect_devices(backend: str, workers: int | None) -> Cluster:
         triton=has_triton() if backend == "cuda" else msgspec.UNSET,
     )
     return Cluster(sites=(Site(name="here", hosts=(host,)),))
-
-
-def report_devices(backend: str) -> tuple[DeviceReport, ...]:
-    """Report the devices that `detect_devices` finds, one of each CPU, with their fast paths."""
-    devices = detect_devices(backend, None).devices
-    if devices[0].backend != "cuda":
-        device = torch.device(devices[0].backend)
-        return (describe_device(device, devices[0].kind),)
-    reports = []
-    for index, each in zip(usable_gpus(), devices, strict=True):
-        reports.append(describe_device(torch.device("cuda", index), each.kind))
-    return tuple(reports)
 
 
 def memory_is_full(error: BaseException) -> bool:

@@ -41,12 +41,12 @@ from farspan.runtime.device import (
     open_device,
     peak_memory,
     release_memory,
-    report_devices,
     synchronize_device,
 )
 from farspan.runtime.model.compiled_blocks import BlockInputs, compile_or_restore
 from farspan.runtime.model.decoder import Decoder, initial_parameters
 from farspan.runtime.model.kernel_selection import select_kernels
+from farspan.runtime.probing.fast_paths import report_devices
 from farspan.runtime.probing.rates import measure_allreduce, measure_device_rates
 from farspan.runtime.probing.unit_timing import unit_times
 from farspan.runtime.state.train_state import WORKING_DTYPES, TrainState

@@ -90,9 +90,6 @@ def find_graph_obstacle(plan: Plan) -> str:
         return NO_NVIDIA_GPU
     if len(plan.devices) > 1:
         return f"{len(plan.devices)} devices exchange within a step"
-    microbatches = plan.replicas[0].microbatches
-    if microbatches > 1:
-        return f"a step has {microbatches} microbatches"
     if plan.train.precision == "fp16":
         return SCALED_LOSS
     return ""

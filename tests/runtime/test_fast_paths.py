@@ -11,9 +11,10 @@ from farspan.app.examine_machines import Diagnosis
 from farspan.domain.device_report import DeviceReport
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.problems import Refusal
-from farspan.runtime.device import describe_others, open_device, report_devices
-from farspan.runtime.model.compute_dtype import hardware_dtypes, inference_dtype
-from farspan.runtime.model.fast_paths import describe_device
+from farspan.runtime.device import describe_others, open_device
+from farspan.runtime.model.compute_dtype import inference_dtype
+from farspan.runtime.native_dtypes import hardware_dtypes
+from farspan.runtime.probing.fast_paths import describe_device, report_devices
 from tests.runtime.cards import (
     A100,
     B200,

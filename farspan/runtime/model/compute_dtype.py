@@ -1,4 +1,4 @@
-"""Which dtypes a device computes in, and which of them a trained model takes there.
+"""Which dtype a trained model takes on a device.
 
 A trained model is used with its matrices in 16 bits, and all else in fp32: with a residual stream
 in bf16 nDCG@10 fell by 0.014 to 0.023, with one in fp32 it changed by less than 0.006 either way
@@ -12,16 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from farspan.domain.cluster import DType
 from farspan.domain.train import Precision
 from farspan.runtime.model.decoder import Decoder
-
-#: NVIDIA's matrix units multiply bf16 from Ampere on (CUDA C++ Programming Guide, "Compute
-#: Capabilities"); `torch.cuda.is_bf16_supported` is true also where it is emulated.
-BF16_CAPABILITY = (8, 0)
-#: AMD's do in CDNA 2 and 3 (MI200, MI300) at fp16's rate, and in RDNA 3 and 4 ("AMD matrix cores",
-#: table of instructions).
-BF16_GCN = ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
+from farspan.runtime.native_dtypes import has_native_bf16
 
 
 class ComputeDtype(NamedTuple):
@@ -29,26 +22,6 @@ class ComputeDtype(NamedTuple):
 
     dtype: torch.dtype
     reason: str
-
-
-def has_native_bf16(device: torch.device) -> bool:
-    """Return whether a GPU multiplies bf16 on its matrix units."""
-    if torch.version.hip:
-        name: str = torch.cuda.get_device_properties(device).gcnArchName
-        return name.startswith(BF16_GCN)
-    return torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
-
-
-def hardware_dtypes(device: torch.device) -> tuple[DType, ...]:
-    """Return the dtypes that a device computes in hardware."""
-    if device.type == "mps":
-        return ("fp32", "bf16", "fp16")
-    if device.type == "cuda":
-        return ("fp32", "bf16", "fp16") if has_native_bf16(device) else ("fp32", "fp16")
-    # bf16 where the CPU multiplies it in hardware (AVX-512 BF16 or AMX).
-    if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return ("fp32", "bf16")
-    return ("fp32",)
 
 
 def halve_matrices(model: Decoder, dtype: torch.dtype) -> None:

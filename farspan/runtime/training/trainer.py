@@ -28,6 +28,7 @@ from farspan.runtime.training.prefetch import ReadStep
 from farspan.runtime.training.recorded_steps import RecordedSteps, StepResult
 from farspan.runtime.training.validation import Validation
 from farspan.runtime.training.worker_parts import Worker
+from farspan.semantics.compile_choice import records_graph
 from farspan.semantics.identity import training_key, unlike_training
 from farspan.semantics.lr_schedule import learning_rate
 
@@ -118,7 +119,7 @@ class Trainer:
         self._peak_bytes = 0
         #: What launches the steps where the plan has them recorded.
         self.recorded: RecordedSteps | None = None
-        if worker.plan.devices[worker.group.rank].graph is True:
+        if records_graph(worker.plan, worker.group.rank):
             self.recorded = RecordedSteps(
                 worker.executor, train, self.batches.layout, self._emit_warning
             )

@@ -14,13 +14,12 @@ import torch
 from farspan.domain.device_report import DeviceReport, FastPath
 from farspan.domain.gpus import has_code_for
 from farspan.domain.suggest_device import describe_slice
+from farspan.runtime.device import detect_devices, usable_gpus
 from farspan.runtime.model import fused_loss
 from farspan.runtime.model.attention_policy import attention_policy
-from farspan.runtime.model.compute_dtype import BF16_CAPABILITY, hardware_dtypes
+from farspan.runtime.native_dtypes import BF16_CAPABILITY, hardware_dtypes
+from farspan.semantics.compile_choice import LEAST_COMPILED_CAPABILITY, NO_NVIDIA_GPU
 
-#: Triton is tested on these and newer cards (https://github.com/triton-lang/triton,
-#: "Compatibility").
-COMPILE_CAPABILITY = (8, 0)
 #: A C++ compiler, which PyTorch's needs on a CPU.
 CPP_COMPILERS = ("g++", "clang++")
 
@@ -32,6 +31,18 @@ SHORT_NAMES: dict[torch.dtype, str] = {
 }
 
 Chosen = tuple[bool, str]
+
+
+def report_devices(backend: str) -> tuple[DeviceReport, ...]:
+    """Report the devices that `detect_devices` finds, one of each CPU, with their fast paths."""
+    devices = detect_devices(backend, None).devices
+    if devices[0].backend != "cuda":
+        device = torch.device(devices[0].backend)
+        return (describe_device(device, devices[0].kind),)
+    reports = []
+    for index, each in zip(usable_gpus(), devices, strict=True):
+        reports.append(describe_device(torch.device("cuda", index), each.kind))
+    return tuple(reports)
 
 
 def describe_device(device: torch.device, name: str) -> DeviceReport:
@@ -116,22 +127,22 @@ def choose_compile(device: torch.device) -> Chosen:
         return False, "Triton, PyTorch's compiler for GPUs, is not installed"
     if torch.version.hip:
         return False, "train.compile: true asks for it on AMD GPUs"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < COMPILE_CAPABILITY:
-        major, minor = COMPILE_CAPABILITY
-        return False, f"Triton supports compute capability {major}.{minor} and newer"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major + minor / 10 < LEAST_COMPILED_CAPABILITY:
+        fact = f"Triton supports compute capability {LEAST_COMPILED_CAPABILITY} and newer"
+        return False, fact
     return True, "in runs long enough to repay the compiler's time"
 
 
 def choose_graph(device: torch.device, dtype: torch.dtype) -> Chosen:
     """Return whether `graph: auto` may record the whole step as one CUDA graph, and why."""
     if device.type != "cuda":
-        return False, "only NVIDIA GPUs record a step"
+        return False, NO_NVIDIA_GPU
     if torch.version.cuda is None:
         return False, "nobody has tried it on AMD GPUs"
     if dtype == torch.float16:
-        return False, "fp16's loss scale is decided by the host each step"
-    return True, "one GPU, one microbatch, and launches longer than the work"
+        return False, "the host decides on fp16's loss scale after each step"
+    return True, "on one GPU, where launches take longer than the work"
 
 
 def describe_wheel(device: torch.device) -> FastPath:
