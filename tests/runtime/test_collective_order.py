@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -112,7 +113,8 @@ def pretend_collectives(
     patch.setattr(dist, "isend", lambda *given, **options: Work(random_, 1.0))
     patch.setattr(dist, "irecv", receive)
     patch.setattr(grad_sync, "_is_complete", looked_at)
-    patch.setattr(grad_sync.time, "sleep", lambda seconds: None)
+    # What waits for copies has threads of its own, which get the interpreter's lock meanwhile.
+    patch.setattr(grad_sync.time, "sleep", lambda seconds, sleep=time.sleep: sleep(0))
     patch.setattr(dist, "new_group", make_communicator)
     patch.setattr(dist, "ProcessGroup", Communicator)
     patch.setattr(full_state, "all_gather_bytes", lambda own, rank, world: [own] * world)
