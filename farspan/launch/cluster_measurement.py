@@ -184,7 +184,7 @@ class _Measuring(NamedTuple):
 
 
 def _examine_gpus(host: Host, measuring: _Measuring) -> Host:
-    """Note the compute capability of a host's GPUs, and whether its PyTorch has a compiler."""
+    """Examine a host's GPUs through its PyTorch: compute capability, and whether it has Triton."""
     indices = [i for i, device in enumerate(host.devices) if device.backend == "cuda"]
     if not indices:
         return host
