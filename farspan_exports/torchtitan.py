@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from farspan.domain.plan import Plan
+from farspan.semantics.compile_choice import runs_compiled
 from farspan_exports.exporter import Exporter
 from farspan_exports.regular import (
     Regular,
@@ -206,7 +207,7 @@ def _optimization(plan: Plan) -> dict[str, str]:
         "adam": repr(kwargs),
         "schedule": _call("LRSchedulersContainer.Config", rates, 2),
         "recompute": "FullAC.Config()" if regular(plan).recompute else "None",
-        "compile": repr(train.compile),
+        "compile": repr(any(runs_compiled(plan, rank) for rank in range(len(plan.devices)))),
         "seed": repr(train.seed),
     }
 
