@@ -299,15 +299,16 @@ def overflow(
         made.state.loss_scale = scale
         found = []
         for step in range(plan.train.steps):
-            loss, norm, *_ = made._train_step(step)
-            found.append((loss, norm, made.state.loss_scale))
+            (result,) = made._train_step(step)
+            found.append((result.loss, result.norm, made.state.loss_scale))
         return found
 
 
 def tokens(group: Group, plan: Plan, path: Path) -> int:
     """Tokens that the first step counts."""
     with trainer(group, plan, path) as (made, _):
-        return made._train_step(0)[2]
+        (result,) = made._train_step(0)
+        return result.valid
 
 
 def table(group: Group, plan: Plan, path: Path) -> NDArray[np.float32] | None:
