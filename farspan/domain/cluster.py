@@ -124,8 +124,9 @@ class DeviceTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rates: tuple[MatmulRate, ...] = ()
     #: Units of a model; they go before `rates` where they are of the model at hand.
     units: tuple[UnitTime, ...] = ()
-    #: Seconds of the host to launch one kernel on a GPU; they go before the engine's.
-    launch_s: Seconds | None = None
+    #: Seconds of the host to launch one small kernel after another on a GPU; they go before the
+    #: engine's.
+    launch_s: Seconds | msgspec.UnsetType = msgspec.UNSET
 
 
 class LearnedPace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

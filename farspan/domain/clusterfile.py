@@ -158,7 +158,7 @@ class DeviceEntry(
     rates: tuple[MatmulRate, ...] = ()
     units: tuple[UnitTime, ...] = ()
     #: Of the host, to launch a kernel on a GPU.
-    launch_s: Seconds | None = None
+    launch_s: Seconds | msgspec.UnsetType = msgspec.UNSET
     watts: Annotated[float, msgspec.Meta(ge=0, le=1e6)] | None = None
     #: Of an NVIDIA card, as 8.6.
     capability: Capability | msgspec.UnsetType = msgspec.UNSET

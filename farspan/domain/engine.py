@@ -16,7 +16,8 @@ from farspan.domain.struct_files import convert, parse_yaml
 from farspan.domain.suggest import advise
 
 #: Memory-bound work of kernels, by the tensors that they read: a weight's elements, a table's, the
-#: rows of a biased product, those of the residual stream, q and k, q's heads, scores, logits.
+#: rows of a biased product, those of the residual stream, q and k, q's heads, scores, logits. Those
+#: from "gradient" on are of GPUs (`semantics.kernel_choice.gpu_activities`).
 Activity = Literal[
     "weight",
     "table",
@@ -33,7 +34,19 @@ Activity = Literal[
     "relu",
     "swiglu",
     "loss",
+    "gradient",
+    "positions",
+    "split",
+    "repeated",
+    "padding",
+    "head_input",
+    "head_gradient",
+    "tied",
+    "fused_loss",
+    "scalars",
 ]
+#: What an update does with each parameter.
+UpdateActivity = Literal["norm", "adamw", "publish"]
 
 
 class Moves(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,8 +59,8 @@ class Moves(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     full: tuple[float, float] = (0, 0)
     #: Copies from one precision to the other, where they are two.
     casts: tuple[float, float] = (0, 0)
-    #: Kernels that are launched.
-    launches: tuple[int, int] = (0, 0)
+    #: Kernels that are launched; parts of one where operators share it.
+    launches: tuple[float, float] = (0, 0)
     #: Several kernels of a step that the framework composes, over rows that are broadcast, cut and
     #: turned.
     composed: bool = False
@@ -56,6 +69,67 @@ class Moves(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Bytes for each element in one of the passes, of a precision of `width` bytes."""
         cast = (4 + width) * self.casts[backward] if width < 4 else 0.0
         return width * self.working[backward] + 4 * self.full[backward] + cast
+
+
+class AttentionSpeed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The rate of the attention kernel that cards take from a compute capability on, until the next
+    one's: forward and backward together, counting half of the products, as none is computed with
+    later keys."""
+
+    #: None: cards whose capability nothing knows.
+    capability: float | None = None
+    kernel: str
+    #: Share of the data sheet's FLOP/s in 16 bits that long sequences reach, by the size of a head.
+    shares: dict[int, float]
+    #: Positions of sequences that reach half of that.
+    half_length: float
+
+    def share(self, positions: int, head: int) -> float:
+        """Return the share that sequences of this length reach."""
+        nearest = min(self.shares, key=lambda size: abs(size - head))
+        return self.shares[nearest] * positions / (positions + self.half_length)
+
+
+class HostLink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bytes a second, each way, between a card and its host's memory where that is pinned: by
+    what joins it to the host, which cards of a capability have, from this one on."""
+
+    capability: float
+    #: What its data sheet calls PCI Express of this generation.
+    pcie_rate: float
+    copies: float
+
+
+class GpuEngine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is otherwise on a GPU of NVIDIA or AMD, whatever the plan's other devices are."""
+
+    #: Kernels that are launched one by one, in place of the engine's; the share of the memory's
+    #: bandwidth that composed ones reach; and what blocks launch where they are compiled.
+    kernels: dict[Activity, Moves]
+    composed_bandwidth: float
+    compiled: dict[Activity, Moves]
+    #: Kernels of attention that keeps no scores: forward, backward.
+    attention_launches: tuple[float, float]
+    attention: tuple[AttentionSpeed, ...]
+    #: Share of the data sheet's FLOP/s in fp32 that attention reaches there.
+    full_attention: float
+    #: What an update reads and writes for each parameter ("forward"), and its kernels in addition
+    #: to one for every `list_elements`.
+    update: dict[UpdateActivity, Moves]
+    list_elements: int
+    #: How many times as long as one of many small kernels (`DeviceTimes.launch_s`) a step's kernels
+    #: take to launch in the mean.
+    launch_cost: float
+    #: Seconds of the GPU between two kernels; all that is left of launches in a recorded step.
+    kernel_gap_s: float
+    #: Seconds of the host in a step in addition to its launches; and in which the GPU waits until
+    #: the host has read the gradient's norm.
+    step_s: float
+    sync_s: float
+    #: Copies between a GPU and its host, through which all messages go but NCCL's collectives; and
+    #: bytes a second that gloo carries between two workers of a host.
+    host_links: tuple[HostLink, ...]
+    loopback_rate: float
 
 
 class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -191,12 +265,22 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     fitted: dict[str, str] = {}
     #: What of this is otherwise where every device is a CPU.
     cpu: dict[str, float | bool] = {}
+    #: What is otherwise on each GPU; None prices them as the rest says.
+    gpu: GpuEngine | None = None
 
     def on(self, backends: Iterable[str]) -> Engine:
         """Return the engine as it is on devices of these backends."""
         if set(backends) == {"cpu"}:
             return msgspec.structs.replace(self, cpu={}, **self.cpu)
         return self
+
+    def on_device(self, backend: str, *, compiled: bool = False) -> Engine:
+        """Return the engine with the kernels of one device; `compiled` where its blocks are."""
+        if self.gpu is None or backend != "cuda":
+            return msgspec.structs.replace(self, gpu=None) if self.gpu else self
+        kernels = {**self.kernels, **self.gpu.kernels, **(self.gpu.compiled if compiled else {})}
+        shares = self.gpu.composed_bandwidth
+        return msgspec.structs.replace(self, kernels=kernels, composed_bandwidth=shares)
 
 
 @functools.cache

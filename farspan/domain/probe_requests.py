@@ -42,12 +42,13 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class DeviceRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """FLOP/s of matrix products by shape and dtype, bytes a second of memory, and bytes that a
-    worker may use."""
+    """FLOP/s of matrix products by shape and dtype, bytes a second of memory, bytes that a worker
+    may use, and of a GPU the seconds to launch a kernel."""
 
     rates: tuple[MatmulRate, ...]
     bandwidth: float
     memory: int
+    launch_s: float | msgspec.UnsetType = msgspec.UNSET
     left_out: tuple[LeftOut, ...] = ()
 
 

@@ -19,6 +19,7 @@ def assumptions(plan: Plan, costs: Costs) -> tuple[str, ...]:
         *_assumed_networks(plan, costs),
         *_rates(costs),
         *_inside_hosts(plan, costs),
+        *_staged_messages(plan, costs.network),
         *_links(plan, costs),
         *_run(plan, costs),
     )
@@ -87,6 +88,8 @@ def _inside_hosts(plan: Plan, costs: Costs) -> list[str]:
     for host in network.cluster.machines:
         rates = rings.get(host.name, {})
         guessed = {count: rate for count, rate in rates.items() if rate != host.local_rate}
+        if not rates and _staged_edges(plan, network):
+            continue  # Its devices exchange nothing but messages.
         if counts[host.name] > 1 and host.local_rate is None:
             if len(set(rates.values())) > 1:
                 text = f"{_rings(rates)}; farspan probe measures a ring of all"
@@ -103,6 +106,32 @@ def _inside_hosts(plan: Plan, costs: Costs) -> list[str]:
     return [f"{_some(hosts, 'hosts')}: {text}" for text, hosts in hosts_by_text.items()]
 
 
+def _staged_edges(plan: Plan, network: Network) -> set[tuple[int, int]]:
+    """Return the neighbours of pipelines in one host that exchange messages through its memory."""
+    edges = set[tuple[int, int]]()
+    for replica in plan.replicas:
+        for before, after in pairwise(replica.stages):
+            pair = (before.mesh.ranks[-1], after.mesh.ranks[0])
+            if network.hosts[pair[0]] != network.hosts[pair[1]]:
+                continue
+            if network.wire(*pair, collective=False).copy_byte_s:
+                edges.add(pair)
+    return edges
+
+
+def _staged_messages(plan: Plan, network: Network) -> list[str]:
+    """Return a sentence for messages between the GPUs of a host."""
+    edges = _staged_edges(plan, network)
+    if not edges:
+        return []
+    wires = [network.wire(a, b, collective=False) for a, b in edges]
+    slowest = min(1 / (1 / wire.rate + wire.copy_byte_s) for wire in wires)
+    return [
+        "messages between stages in one host go through its memory and its sockets, at "
+        f"{format_rate(slowest)} with both copies"
+    ]
+
+
 def _ring_rates(plan: Plan, network: Network) -> dict[str, dict[int, float]]:
     """Bytes a second of the plan's rings inside each host, by their number of devices: of each
     number the slowest."""
@@ -115,6 +144,7 @@ def _ring_rates(plan: Plan, network: Network) -> dict[str, dict[int, float]]:
                 groups |= set(stage.mesh.groups(axis))
         for before, after in pairwise(replica.stages):
             groups.add((before.mesh.ranks[-1], after.mesh.ranks[0]))
+    groups -= _staged_edges(plan, network)
     for group in groups:
         by_host: dict[str, list[int]] = {}
         for rank in group:

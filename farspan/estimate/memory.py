@@ -13,7 +13,12 @@ from farspan.domain.engine import Engine
 from farspan.domain.graph import Operator, OpGraph
 from farspan.domain.plan import Mesh
 from farspan.domain.train import TrainSpec
-from farspan.semantics.kernel_choice import BYTES, fused_logits_rows, scored_keys
+from farspan.semantics.kernel_choice import (
+    BYTES,
+    fused_logits_rows,
+    padded_vocabulary,
+    scored_keys,
+)
 from farspan.semantics.muon_matrices import NO_MATRICES, OwnedMatrices, by_shape
 from farspan.semantics.tensor_sharding import RESIDUAL, weight_share
 
@@ -121,17 +126,24 @@ def logits_bytes(
 ) -> float:
     """Return the loss: logits of one chunk with their fp32 softmax, a device having a share;
     and the head's gradient with its running sum, for its part of the head. On a GPU with `memory`
-    bytes the loss of a whole vocabulary may be one kernel, with larger chunks of logits alone."""
+    bytes the loss of a whole vocabulary may be one kernel, with larger chunks of logits alone; a
+    copy of the head, and its sums, are as long as it is multiplied."""
     width = BYTES[train.precision]
     whole = graph.size("bsv", b=micro_rows, s=train.seq_len) * width * share
     if engine.logits_chunk is None:
         return whole * (1 + 4 // width)
     chunk = min(whole, engine.logits_chunk) * (1 + 4 // width)
+    head = graph.size("vd") * head_share
+    copied = 0.0
     if backend == "cuda" and head_share == 1.0:
         vocabulary = graph.sizes["v"]
-        rows = fused_logits_rows(vocabulary, width, memory)
-        chunk = max(chunk, min(whole, rows * vocabulary * width))
-    return chunk + 2 * 4 * graph.size("vd") * head_share
+        columns = padded_vocabulary(vocabulary, backend)
+        rows = fused_logits_rows(columns, width, memory)
+        padding = columns / vocabulary
+        chunk = max(chunk, min(whole, rows * vocabulary * width) * padding)
+        head *= padding
+        copied = width * head if padding > 1 else 0.0
+    return chunk + 2 * 4 * head + copied
 
 
 def communicators(mesh: Mesh, piped: bool, devices: int) -> int:

@@ -15,6 +15,8 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
+import msgspec
+
 from farspan.domain.assumed_networks import AssumedNetwork
 from farspan.domain.cluster import LINK_BANDWIDTH, Cluster, Device, Link
 from farspan.domain.engine import Engine
@@ -24,6 +26,7 @@ from farspan.estimate.network_path import (
     RankGroup,
     bytes_under_way,
     catalogued_rate,
+    host_copies,
     interpolated_s,
     paced,
     threads_per_core,
@@ -61,6 +64,12 @@ class Network:
         ]
         self.sites = [sites[host].name for host in self.hosts]
         self.core_load = threads_per_core(cluster, self.devices, self.hosts)
+        gpu = self.engine.gpu
+        #: Seconds a byte that each rank's copies from or to its host's memory take.
+        self._copy_byte_s = [
+            1 / host_copies(device, gpu) if gpu and device.backend == "cuda" else 0.0
+            for device in self.devices
+        ]
         self._by_name = by_name
         self._ring_rates: dict[tuple[int, ...], float] = {}
         self._groups: dict[tuple[int, ...], RankGroup] = {}
@@ -107,7 +116,15 @@ class Network:
             for device in used
             if device.backend == "cpu"
         ]
-        return self.engine.local_rate * min(parts, default=1.0)
+        return self._unknown_local_rate(used) * min(parts, default=1.0)
+
+    def _unknown_local_rate(self, used: Sequence[Device]) -> float:
+        """Return the engine's rate between devices of a host, which gloo carries where one of them
+        is a CPU and others of the plan are GPUs."""
+        by_gloo = any(device.backend == "cpu" for device in used)
+        if self.engine.gpu and by_gloo and any(self._copy_byte_s):
+            return self.engine.gpu.loopback_rate
+        return self.engine.local_rate
 
     def _group(self, ranks: Sequence[int]) -> RankGroup:
         """Where the ranks of a group are, and the rates inside the hosts where several are."""
@@ -217,12 +234,25 @@ class Network:
 
     def wire(self, a: int, b: int, *, collective: bool, streams: int | None = None) -> NetworkPath:
         """Return the wire from rank `a` to rank `b` for a collective's messages, or for sends over
-        `streams`."""
+        `streams`.
+
+        Messages of GPUs that are no collectives go through their hosts' memory and sockets, also
+        inside a host (`runtime.comm.messages`).
+        """
+        copy_byte_s = 0.0 if collective else self._copy_byte_s[a] + self._copy_byte_s[b]
         if self.hosts[a] == self.hosts[b]:
-            return self._inside(self.hosts[a], self.ring_rate((a, b) if a != b else (a,)))
-        return self.between(
-            self.hosts[a], self.hosts[b], collective, streams or self.engine.streams
-        )
+            gpu = self.engine.gpu
+            rate = (
+                gpu.loopback_rate
+                if gpu and copy_byte_s
+                else self.ring_rate((a, b) if a != b else (a,))
+            )
+            wire = self._inside(self.hosts[a], rate)
+        else:
+            wire = self.between(
+                self.hosts[a], self.hosts[b], collective, streams or self.engine.streams
+            )
+        return msgspec.structs.replace(wire, copy_byte_s=copy_byte_s) if copy_byte_s else wire
 
     def _inside(self, host: str, rate: float) -> NetworkPath:
         """Return the way between devices of one host that exchange bytes a second."""
@@ -273,8 +303,12 @@ class Network:
         lines: defaultdict[object, float] = defaultdict(float)
         ports: defaultdict[tuple[int, bool], dict[float, float]] = defaultdict(dict)
         posted = Counter(flow.source for flow in flows)
+        downloads: defaultdict[int, float] = defaultdict(float)
+        uploads: defaultdict[int, float] = defaultdict(float)
         busy = delay = 0.0
         for source, target, size in flows:
+            downloads[source] += size * self._copy_byte_s[source]
+            uploads[target] += size * self._copy_byte_s[target]
             pair = self.hosts[source], self.hosts[target]
             if pair[0] == pair[1]:
                 wire = self.wire(source, target, collective=False, streams=streams)
@@ -290,6 +324,7 @@ class Network:
             busy, delay = max(busy, took), max(delay, wire.delay_s)
         for moved in ports.values():
             busy = max(busy, sum(size / rate for rate, size in moved.items()))
+        delay += max(downloads.values(), default=0.0) + max(uploads.values(), default=0.0)
         return Hop(busy + max(posted.values(), default=0) * self.engine.message_s, delay)
 
     def leaving(self, flows: Iterable[WireFlow]) -> dict[str, float]:
@@ -356,11 +391,13 @@ class Network:
     ) -> float:
         """Every rank sends `part` bytes to each other one, all at once: messages of one series
         share the round trip that they begin with, or half of one where receives are posted `ahead`,
-        and the line between two sites; each pair has its own connections."""
+        and the line between two sites; each pair has its own connections. A GPU copies its part to
+        its host's memory, and the others' from there."""
         if len(group) < 2:
             return 0.0
         round_trip_s = busy = 0.0
         inside = dict(self._group(group).rates)
+        copied = part * len(group) * max(self._copy_byte_s[rank] for rank in group)
         pairs = Counter((self.hosts[a], self.hosts[b]) for a in group for b in group if a != b)
         lines: Counter[tuple[str, ...]] = Counter()
         for (a, b), count in pairs.items():
@@ -368,7 +405,8 @@ class Network:
         for a, b in pairs:
             sharing = lines[self._line(a, b)] * concurrent
             if a == b:
-                wire = self._inside(a, inside[a])
+                gpu = self.engine.gpu
+                wire = self._inside(a, gpu.loopback_rate if gpu and copied else inside[a])
             else:
                 wire = self.between(a, b, False, self.engine.streams)
             rate = wire.rate if wire.local else min(wire.line / sharing, wire.rate * connections)
@@ -379,7 +417,9 @@ class Network:
                 trips * wire.delay_s + (0.0 if wire.local else messages * self.engine.message_s),
             )
             busy = max(busy, part * (max(1, len(group) - 1) if wire.local else 1) / rate)
-        return round_trip_s + busy
+        # The next message is copied while one is sent.
+        hidden = min(busy, copied) * (1 - 1 / max(1.0, messages))
+        return round_trip_s + busy + (copied - hidden)
 
     def _line(self, a: str, b: str) -> tuple[str, ...]:
         """Return the line that messages between two ranks' hosts share: the host, a link of their

@@ -13,6 +13,7 @@ import msgspec
 
 from farspan.domain.catalog import ring_rate
 from farspan.domain.cluster import Cluster, Device, Link
+from farspan.domain.engine import GpuEngine
 
 
 class NetworkPath(msgspec.Struct, frozen=True):
@@ -29,6 +30,8 @@ class NetworkPath(msgspec.Struct, frozen=True):
     sites: tuple[str, str]
     #: Measured seconds by bytes, where `farspan probe` timed messages of this kind.
     timed: tuple[tuple[int, float], ...] = ()
+    #: Seconds a byte of the copies between the devices and their hosts' memory, before and after.
+    copy_byte_s: float = 0.0
 
     @property
     def local(self) -> bool:
@@ -58,6 +61,19 @@ def catalogued_rate(devices: Sequence[Device]) -> float | None:
             return None
         slowest = min(slowest, rate)
     return slowest
+
+
+def host_copies(device: Device, gpu: GpuEngine) -> float:
+    """Return bytes a second of copies between a GPU and its host: by the generation of PCI Express
+    that its data sheet names, or that cards of its compute capability have."""
+    joined = device.sheet.interconnect
+    if joined is not None and joined.kind == "pcie":
+        rate = joined.rate
+        nearest = min(gpu.host_links, key=lambda link: abs(math.log(link.pcie_rate / rate)))
+        return nearest.copies
+    capability = device.sheet.capability or 0.0
+    known = [link for link in gpu.host_links if link.capability <= capability]
+    return known[-1].copies if known else gpu.host_links[0].copies
 
 
 def threads_per_core(

@@ -3,8 +3,10 @@ matrices."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
+from farspan.domain.engine import GpuEngine, UpdateActivity
 from farspan.domain.plan import Stage
 from farspan.estimate.compute import DeviceSpeed, Kernels, OperatorWork
 from farspan.estimate.stage import Costs
@@ -36,8 +38,43 @@ def optimizer_update_s(costs: Costs, stage: Stage) -> float:
     )
 
 
+def update_work(costs: Costs, stage: Stage, gpu: GpuEngine) -> OperatorWork:
+    """Return the work of a GPU's kernels over lists of tensors: the gradient's norm, AdamW's part,
+    and rounded weights."""
+    owned = costs.owned(stage)
+    counts: dict[UpdateActivity, float] = {
+        "norm": owned,
+        "adamw": owned - costs.matrices(stage).elements,
+        "publish": owned,
+    }
+    if costs.width == 4:
+        del counts["publish"]  # The masters are the weights.
+    moved = launches = 0.0
+    for activity, elements in counts.items():
+        moves = gpu.update[activity]
+        moved += elements * moves.bytes(False, costs.width)
+        launches += math.ceil(elements / gpu.list_elements) + moves.launches[0]
+    if costs.train.optimizer.average:
+        moved += owned * AVERAGE_BYTES
+        launches += math.ceil(owned / gpu.list_elements)
+    return OperatorWork(0.0, 0.0, 1, 1, 1, unhidden=moved, launches=launches)
+
+
+def _lists_s(costs: Costs, stage: Stage, rank: int, gpu: GpuEngine) -> float:
+    """Seconds of these kernels, and of the host's work in a step other than launching: none where
+    the step is recorded."""
+    speed = costs.rates[costs.alike[rank]]
+    kernels = speed.kernels(update_work(costs, stage, gpu))
+    if speed.recorded:
+        return speed.together(*kernels)
+    return gpu.sync_s + speed.together(kernels.computing, kernels.launching + gpu.step_s)
+
+
 def _elements_s(costs: Costs, stage: Stage, rank: int) -> float:
     """Seconds of AdamW's part, and of an average of all weights."""
+    gpu = costs.rates[costs.alike[rank]].gpu
+    if gpu is not None:
+        return _lists_s(costs, stage, rank, gpu)
     dtype, engine = costs.train.precision, costs.engine
     moved = (
         2 * engine.optimizer_bytes[dtype]

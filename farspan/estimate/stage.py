@@ -12,10 +12,11 @@ import msgspec
 
 from farspan.domain.cluster import Device
 from farspan.domain.cost import Memory
+from farspan.domain.engine import Engine
 from farspan.domain.graph import Operator, OpGraph, recomputed_operators
-from farspan.domain.plan import Replica, Stage
+from farspan.domain.plan import PlannedDevice, Replica, Stage
 from farspan.domain.train import TrainSpec
-from farspan.estimate.compute import DeviceSpeed, Kernels, work
+from farspan.estimate.compute import DeviceSpeed, GpuWork, Kernels, OperatorWork, work
 from farspan.estimate.memory import (
     CHANNELS,
     activations_per_row,
@@ -42,7 +43,7 @@ from farspan.semantics.communications import (
     table_sends,
 )
 from farspan.semantics.compile_choice import is_compiled
-from farspan.semantics.kernel_choice import BYTES, scored_keys
+from farspan.semantics.kernel_choice import BYTES, head_chunks, repeats_keys, scored_keys
 from farspan.semantics.muon_matrices import NO_MATRICES, OwnedMatrices, owned_matrices
 from farspan.semantics.pass_order import depths_in_flight
 from farspan.semantics.tensor_sharding import (
@@ -70,6 +71,14 @@ class Pass(NamedTuple):
     backward_wait: float = 0.0
 
 
+class StepModes(NamedTuple):
+    """How a GPU runs its step: whether its blocks are compiled, and whether the step is recorded as
+    one CUDA graph."""
+
+    compiled: bool
+    recorded: bool
+
+
 class Costs:
     """Seconds and bytes of stages of one model on one network; results are cached, since searches
     ask repeatedly."""
@@ -84,8 +93,13 @@ class Costs:
             (device, network.core_load[host])
             for device, host in zip(network.devices, network.hosts, strict=True)
         ]
+        #: How each rank runs its step.
+        self.modes = [
+            _modes(device, planned, train)
+            for device, planned in zip(network.devices, network.planned, strict=True)
+        ]
         #: Ranks whose devices are alike have the same number.
-        known: dict[tuple[bytes, float, int], int] = {}
+        known: dict[object, int] = {}
         keys, together = (
             {id(device): _figures(device) for device in network.devices},
             Counter(network.hosts),
@@ -96,9 +110,10 @@ class Costs:
                 keys[id(device)] + COMPILED * is_compiled_here,
                 core_load,
                 together[host] if device.times.units else 1,
+                modes,
             )
-            for (device, core_load), host, is_compiled_here in zip(
-                self.signature, network.hosts, compiled, strict=True
+            for (device, core_load), host, is_compiled_here, modes in zip(
+                self.signature, network.hosts, compiled, self.modes, strict=True
             )
         ]
         self._turns = [
@@ -108,18 +123,45 @@ class Costs:
         self.alike = [known.setdefault(figures, len(known)) for figures in self.figures]
         self.rates = {
             kind: DeviceSpeed(
-                self.signature[rank][0], train.precision, self.engine, self.signature[rank][1]
+                self.signature[rank][0],
+                train.precision,
+                self.engine,
+                self.signature[rank][1],
+                recorded=self.modes[rank].recorded,
             )
             for rank, kind in reversed(list(enumerate(self.alike)))
         }
         self._devices = {kind: self.signature[rank][0] for rank, kind in enumerate(self.alike)}
+        #: The engine of each kind outside blocks, and in them.
+        self._engines: dict[int, tuple[Engine, Engine]] = {}
+        for rank, kind in enumerate(self.alike):
+            backend = self.signature[rank][0].backend
+            eager = self.engine.on_device(backend)
+            blocks = self.engine.on_device(backend, compiled=self.modes[rank].compiled)
+            self._engines[kind] = eager, blocks
+        self._in_block = frozenset(op.name for op in graph.block)
         core_loads = {
             kind: (self.figures[rank][2], self.signature[rank][1])
             for rank, kind in enumerate(self.alike)
         }
+        #: Kinds that record their step, at the speed at which they launch kernels one by one: as
+        #: their units were timed.
+        self._launching = {
+            kind: DeviceSpeed(
+                self.signature[rank][0], train.precision, self.engine, self.signature[rank][1]
+            )
+            for rank, kind in enumerate(self.alike)
+            if self.modes[rank].recorded
+        }
         compiling = frozenset(itertools.compress(self.alike, compiled))
         self._timed = TimedUnits(
-            graph, train, self._devices, core_loads, self._unpaced, compiled=compiling
+            graph,
+            train,
+            self._devices,
+            core_loads,
+            self._unpaced,
+            compiled=compiling,
+            recorded=frozenset(self._launching),
         )
         self._units: dict[tuple[object, ...], tuple[float, float]] = {}
         self._sizes: dict[tuple[object, ...], float] = {}
@@ -182,7 +224,8 @@ class Costs:
         self, kind: int, op: Operator, rows: int, split: str, ways: int, residual: str
     ) -> tuple[Kernels, Kernels]:
         """One operator's kernels and launches on a kind of device: forward, backward."""
-        forward, backward = self._roofline(kind, op, rows, divided(op, split, ways, residual))
+        part = divided(op, split, ways, residual)
+        forward, backward = self._roofline(kind, op, rows, part, split, ways)
         factors = self._timed.factors(kind, op, rows)
         return forward.scaled(factors[0]), backward.scaled(factors[1])
 
@@ -196,11 +239,18 @@ class Costs:
         sequences."""
         return any(self._timed.fits(unit_time) for unit_time in device.times.units)
 
-    def _unpaced(self, kind: int, op: Operator, rows: int) -> tuple[Kernels, Kernels]:
-        """One whole operator on a device, by the roofline alone."""
-        forward, backward = self._roofline(kind, op, rows, UNDIVIDED)
+    def _unpaced(
+        self, kind: int, op: Operator, rows: int, is_eager: bool
+    ) -> tuple[Kernels, Kernels]:
+        """One whole operator on a device, by the roofline alone, as units are timed: without a
+        graph, and where `is_eager` without a compiler."""
+        forward, backward = self.operator_work(kind, op, rows, is_eager=is_eager)
+        speed = self._launching.get(kind, self.rates[kind])
         pace = 1 / self._devices[kind].learned.pace
-        return forward.scaled((pace, pace)), backward.scaled((pace, pace))
+        return (
+            speed.kernels(forward).scaled((pace, pace)),
+            speed.kernels(backward).scaled((pace, pace)),
+        )
 
     def roofline(self, rank: int, op: Operator, rows: int) -> tuple[Kernels, Kernels]:
         """Return the kernels and launches of one whole operator on a device, forward and backward,
@@ -208,13 +258,52 @@ class Costs:
         return self._roofline(self.alike[rank], op, rows, UNDIVIDED)
 
     def _roofline(
-        self, kind: int, op: Operator, rows: int, part: OperatorDivision
+        self,
+        kind: int,
+        op: Operator,
+        rows: int,
+        part: OperatorDivision,
+        split: str = "",
+        ways: int = 1,
     ) -> tuple[Kernels, Kernels]:
-        keys = scored_keys(self.train, self._devices[kind].backend)
-        forward, backward = work(
-            self.graph, op, rows, self.train.seq_len, self.width, keys, self.engine, part
-        )
+        forward, backward = self.operator_work(kind, op, rows, part, split, ways)
         return self.rates[kind].kernels(forward), self.rates[kind].kernels(backward)
+
+    def operator_work(
+        self,
+        kind: int,
+        op: Operator,
+        rows: int,
+        part: OperatorDivision = UNDIVIDED,
+        split: str = "",
+        ways: int = 1,
+        *,
+        is_eager: bool = False,
+    ) -> tuple[OperatorWork, OperatorWork]:
+        """Return the forward and the backward work of a kind of device on its part of an operator;
+        as it is without compiled blocks, where `is_eager`."""
+        eager, blocks = self._engines[kind]
+        engine = blocks if op.name in self._in_block and not is_eager else eager
+        device = self._devices[kind]
+        keys = scored_keys(self.train, device.backend)
+        gpu = None
+        if engine.gpu is not None:
+            gpu = self._gpu_work(device, rows, split, ways)
+        return work(self.graph, op, rows, self.train.seq_len, self.width, keys, engine, part, gpu)
+
+    def _gpu_work(self, device: Device, rows: int, split: str, ways: int) -> GpuWork:
+        tokens = rows * self.train.seq_len // (ways if split == "b" else 1)
+        vocabulary = self.graph.sizes["v"] // (ways if split == "v" else 1)
+        capability = device.sheet.capability
+        chunks = head_chunks(
+            vocabulary,
+            max(1, tokens),
+            self.width,
+            device.memory,
+            capability,
+            is_whole=split != "v" or ways == 1,
+        )
+        return GpuWork(chunks, repeats_keys(self.graph, self.width, capability))
 
     # -- the tensor axis
     #   --------------------------------------------------------------------------------------------
@@ -600,6 +689,14 @@ class Costs:
         """Return the kind of interconnect between a device and others of its host."""
         joined = self.network.devices[rank].sheet.interconnect
         return joined.kind if joined else "pcie"
+
+
+def _modes(device: Device, planned: PlannedDevice, train: TrainSpec) -> StepModes:
+    """Return how a device runs its step. The engine's CPUs are as they are measured, compiled or
+    not."""
+    on_gpu = device.backend == "cuda"
+    recorded = planned.graph is True
+    return StepModes(on_gpu and is_compiled(planned, train), on_gpu and recorded)
 
 
 def _figures(device: Device) -> bytes:

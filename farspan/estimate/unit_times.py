@@ -22,8 +22,8 @@ class TimedUnits:
     sequences.
 
     `predicted` gives seconds of the forward and the backward pass of an operator on a kind of
-    device, for `rows`, at its share of the host: `core_loads` has the number of busy devices there,
-    and the slowdown of one by the number of threads.
+    device, for `rows`, without a compiler or with it, at its share of the host: `core_loads` has
+    the number of busy devices there, and the slowdown of one by the number of threads.
     """
 
     def __init__(
@@ -32,11 +32,15 @@ class TimedUnits:
         train: TrainSpec,
         devices: Mapping[int, Device],
         core_loads: Mapping[int, tuple[int, float]],
-        predicted: Callable[[int, Operator, int], tuple[Kernels, Kernels]],
+        predicted: Callable[[int, Operator, int, bool], tuple[Kernels, Kernels]],
         compiled: frozenset[int] = frozenset(),
+        recorded: frozenset[int] = frozenset(),
     ) -> None:
-        """Take the times; kinds in `compiled` have those of compiled units where there are any."""
-        self._predicted, self._devices = predicted, devices
+        """Take the times; kinds in `compiled` have those of compiled units where there are any;
+        `recorded` are kinds whose step is one graph, other than when they were timed."""
+        self._predicted, self._devices, self._recorded = predicted, devices, recorded
+        #: Kinds whose times are of compiled units.
+        self._compiled = set[int]()
         named = {"embedding": graph.embedding, "block": graph.block, "head": graph.head}
         self._unit = {op.name: (name, unit) for name, unit in named.items() for op in unit}
         self._times: dict[tuple[int, str], list[UnitTime]] = {}
@@ -47,6 +51,7 @@ class TimedUnits:
             of_compiled = [unit_time for unit_time in fitting if unit_time.compiled]
             if kind in compiled and of_compiled:
                 fitting = of_compiled
+                self._compiled.add(kind)
             else:
                 fitting = [unit_time for unit_time in fitting if not unit_time.compiled]
             count, load = core_loads[kind]
@@ -75,10 +80,13 @@ class TimedUnits:
             return (1.0, 1.0), (1.0, 1.0)
         key = kind, name, rows
         if key not in self._found:
-            both = zip(*(self._predicted(kind, operator, rows) for operator in unit), strict=True)
+            is_eager = kind not in self._compiled
+            predicted = [self._predicted(kind, operator, rows, is_eager) for operator in unit]
+            both = zip(*predicted, strict=True)
             ahead = self._devices[kind].backend != "cpu"
+            factors = _recorded_factors if kind in self._recorded else _factors
             forward, backward = (
-                _factors(timed, passes, ahead)
+                factors(timed, passes, ahead)
                 for timed, passes in zip(unit_seconds(times, rows), both, strict=True)
             )
             self._found[key] = forward, backward
@@ -91,6 +99,15 @@ def _factors(timed: float, predicted: Sequence[Kernels], ahead: bool) -> Factors
     launched = min(launching, timed)
     kernels_s = timed if ahead else timed - launched
     return kernels_s / computing if computing else 1.0, launched / launching if launching else 1.0
+
+
+def _recorded_factors(timed: float, predicted: Sequence[Kernels], ahead: bool) -> Factors:
+    """As `_factors`, where nothing is launched any more: of a unit that took as long as its
+    launches nothing is known but that its kernels took less."""
+    computing, launching = _factors(timed, predicted, ahead)
+    if launching < 1.0:
+        computing = min(1.0, computing)
+    return computing, 1.0
 
 
 def _slowed(unit_time: UnitTime, times: float) -> UnitTime:

@@ -214,7 +214,12 @@ def _measure_alone(host: Host, measuring: _Measuring) -> Host:
         if measured is not None:
             measuring.report_left_out(host, index, measured.left_out)
             memory = min(device.memory, measured.memory)
-            device = device.but(rates=measured.rates, bandwidth=measured.bandwidth, memory=memory)
+            device = device.but(
+                rates=measured.rates,
+                bandwidth=measured.bandwidth,
+                memory=memory,
+                launch_s=measured.launch_s,
+            )
             # Those that are alike need not all be timed alone.
             twin = bare.index(bare[index])
             times = done[twin].times.units if twin < index else ()

@@ -4,6 +4,9 @@ chunks of logits."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import msgspec
 
 from farspan.domain.cluster import DType
 from farspan.domain.engine import Activity
@@ -23,6 +26,14 @@ FUSED_LOGITS_ROWS = 4096
 FUSED_ROWS_UNIT = 256
 #: Share of a device's memory that such logits take at most.
 FUSED_LOGITS_SHARE = 1 / 32
+#: The head is multiplied in multiples of so many rows on GPUs, the last ones zeros: cuBLAS has its
+#: fast products for multiples of 8 alone. With GPT-2's 50,257 it took kernels of Turing's on an
+#: H200, and the head more than half of a step (docs/log.md).
+VOCABULARY_UNIT = 64
+#: Triton has kernels from Volta on (https://github.com/triton-lang/triton, "Compatibility").
+LEAST_TRITON_CAPABILITY = 7.0
+#: PyTorch's kernels take grouped queries from Ampere on.
+LEAST_FLASH_CAPABILITY = 8.0
 #: From so many positions to so many, by the bytes of a number, attention on CPUs goes through score
 #: matrices and keeps the probabilities, which beats the flash kernel there; its memory grows with
 #: the square. Up to 64 positions in fp32 the flash kernel is as fast or faster (AMD EPYC). It takes
@@ -51,6 +62,55 @@ def fused_logits_rows(vocabulary: int, width: int, memory: float) -> int:
     fitting = memory * FUSED_LOGITS_SHARE / (vocabulary * width)
     rows = int(min(FUSED_LOGITS_ROWS, fitting)) // FUSED_ROWS_UNIT * FUSED_ROWS_UNIT
     return max(FUSED_ROWS_UNIT, rows)
+
+
+def padded_vocabulary(vocabulary: int, backend: str) -> int:
+    """Return the rows of the head that are multiplied on devices of this backend."""
+    if backend != "cuda":
+        return vocabulary
+    return -(-vocabulary // VOCABULARY_UNIT) * VOCABULARY_UNIT
+
+
+def repeats_keys(graph: OpGraph, width: int, capability: float | msgspec.UnsetType) -> bool:
+    """Return whether a GPU repeats keys and values for grouped queries, as no fast kernel takes
+    numbers of `width` bytes as they are (`runtime.model.attention_policy`)."""
+    if graph.sizes["r"] == graph.sizes["e"]:
+        return False
+    if width == 4:
+        return True
+    return not isinstance(capability, msgspec.UnsetType) and capability < LEAST_FLASH_CAPABILITY
+
+
+class HeadChunks(NamedTuple):
+    """How a GPU goes through the logits of a microbatch: `rows` at a time, `padding` times as wide
+    as the vocabulary; the loss of each by a compiled kernel, or by PyTorch's operators."""
+
+    num_chunks: int
+    rows: int
+    padding: float
+    is_fused: bool
+
+
+def head_chunks(
+    vocabulary: int,
+    tokens: int,
+    width: int,
+    memory: float,
+    capability: float | msgspec.UnsetType = msgspec.UNSET,
+    *,
+    is_whole: bool = True,
+) -> HeadChunks:
+    """Return the chunks of logits of `tokens` tokens, in numbers of `width` bytes, on a GPU with
+    `memory` bytes that has a whole vocabulary or a part of it. Where nothing knows its compute
+    capability, it has a compiler."""
+    columns = padded_vocabulary(vocabulary, "cuda") if is_whole else vocabulary
+    is_fused = is_whole and (not capability or capability >= LEAST_TRITON_CAPABILITY)
+    if is_fused:
+        rows = fused_logits_rows(columns, width, memory)
+    else:
+        rows = max(1, LOGITS_CHUNK_BYTES // (vocabulary * width))
+    rows = min(tokens, rows)
+    return HeadChunks(-(-tokens // rows), rows, columns / vocabulary, is_fused)
 
 
 def query_blocks(length: int, width: int) -> list[slice]:
@@ -90,6 +150,53 @@ def activities(
     if graph.sizes["w"] > 1:
         return {"swiglu": size(op.output)}
     return {"gelu" if op.keeps else "relu": size(op.output)}
+
+
+def gpu_activities(
+    graph: OpGraph,
+    op: Operator,
+    rows: int,
+    seq_len: int,
+    keys: float | None,
+    chunks: HeadChunks,
+    *,
+    are_keys_repeated: bool,
+) -> dict[Activity, float]:
+    """Return an operator's activities on a GPU, as `activities`: the same, but for what backward
+    passes and the loss launch there.
+
+    A parameter's gradient is copied to its bucket by a kernel of its own, and q's, k's and v's are
+    put together. The head is multiplied with padding, chunk by chunk.
+    """
+
+    def size(dims: str) -> float:
+        return graph.size(dims, b=rows, s=seq_len)
+
+    done = activities(graph, op, rows, seq_len, keys)
+    done.pop("weight", None)
+    parameters = sum(graph.size(weight.dims) for weight in op.weights)
+    is_head = op.kind == "matmul" and op.output == "bsv"
+    if op.kind == "loss":
+        logits = done.pop("loss") * chunks.padding
+        done["fused_loss" if chunks.is_fused else "loss"] = logits
+        done["scalars"] = 1.0
+    if is_head:
+        if chunks.padding > 1:
+            done["padding"] = parameters
+        done["head_input"] = size("bsd")
+        done["head_gradient"] = parameters
+    if is_head and graph.tied:
+        # The embedding's parameter has the gradient of both.
+        done["tied"] = parameters
+    elif op.weights:
+        done["gradient"] = parameters
+    if op.kind == "lookup" and len(op.weights) > 1:
+        done["positions"] = size("bsd")
+    if op.kind == "attention" and keys is None:
+        done["split"] = size("bsnc")
+        if are_keys_repeated:
+            done["repeated"] = size("bsnr")
+    return done
 
 
 def _attended(

@@ -195,7 +195,8 @@ def tied_s(task: Task, order: Sequence[int]) -> float:
     network = task.costs.network
     streams = task.streams(order[0], order[-1])
     wire = network.wire(order[0], order[-1], collective=False, streams=streams)
-    return 2 * (wire.delay_s + network.send_s(wire, 4 * task.graph.size("vd")))
+    nbytes = 4 * task.graph.size("vd")
+    return 2 * (wire.delay_s + network.send_s(wire, nbytes) + wire.copy_byte_s * nbytes)
 
 
 def microbatch_counts(task: Task) -> list[int]:
@@ -252,7 +253,7 @@ def _link_key(task: Task, a: int, b: int) -> tuple[object, ...]:
     """Return the key that the time of messages between two ranks depends on."""
     wire = task.costs.network.wire(a, b, collective=False, streams=task.streams(a, b))
     is_local = wire.sites[0] == wire.sites[1]
-    return wire.delay_s, wire.rate, wire.line, wire.timed, is_local
+    return wire.delay_s, wire.rate, wire.line, wire.timed, wire.copy_byte_s, is_local
 
 
 def _site_orders(

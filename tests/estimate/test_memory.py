@@ -161,14 +161,20 @@ def test_logits_whole_and_in_chunks():
 def test_logits_of_a_compiled_loss_on_a_gpu_are_larger_chunks_within_a_share_of_its_memory():
     graph = models.graph(TIED)
     given = (graph, train(precision="bf16"), 2000, plain(logits_chunk=1000), "cuda")
-    gradient = 2 * 4 * V * D
+    # Multiplied in multiples of 64, of which there is a copy, and fp32 sums.
+    padded = 128
+    assert V == 96
+    head = (2 * 4 + 2) * padded * D
     # 4,096 rows where they fit into 1/32 of the memory, in multiples of 256.
-    assert logits_bytes(*given) == 4096 * V * 2 + gradient
-    assert logits_bytes(*given, memory=32 * 1000 * V * 2) == 768 * V * 2 + gradient
+    assert logits_bytes(*given) == 4096 * padded * 2 + head
+    assert logits_bytes(*given, memory=32 * 1000 * padded * 2) == 768 * padded * 2 + head
     # No more than there are, and not where the vocabulary is divided.
     few = (graph, train(precision="bf16"), 2, plain(logits_chunk=10), "cuda")
-    assert logits_bytes(*few) == max(2 * S * V * 2, 10 * 3) + gradient
-    assert logits_bytes(*given, head_share=0.5) == 1000 * 3 + gradient / 2
+    assert logits_bytes(*few) == max(2 * S * padded * 2, 10 * 3) + head
+    assert logits_bytes(*given, head_share=0.5) == 1000 * 3 + 2 * 4 * V * D / 2
+    # Nothing is copied of a vocabulary of 64 x 128 tokens.
+    even = msgspec.structs.replace(graph, sizes=graph.sizes | {"v": 8192})
+    assert logits_bytes(even, *few[1:]) == 2 * S * 8192 * 2 + 2 * 4 * 8192 * D
 
 
 def test_microbatches_in_flight_hold_activations_and_buffers():
@@ -261,9 +267,12 @@ def test_the_heads_gradient_is_whole_where_rows_are_divided():
         using.memory_of(stage(wide, (8,), splits=splits), 8, 1, 0, piped=False).logits
         for splits in ({}, {"head": "b", "loss": "b"}, {"head": "v", "loss": "v"})
     )
-    gradients = 8 * using.graph.size("vd")
+    # Two sums and a copy of a head that is multiplied as one of 128 tokens.
+    gradients = (8 + 4) * 128 * D
     assert rows - gradients == pytest.approx((whole - gradients) / 2)
-    assert vocabulary == pytest.approx(whole / 2)
+    # A part of the vocabulary is multiplied as it is.
+    logits = whole - gradients
+    assert vocabulary == pytest.approx((logits + 8 * using.graph.size("vd")) / 2)
 
 
 def test_coordinates_hold_their_own_rows():

@@ -50,6 +50,18 @@ NO_KERNELS = {
 #: Kernels of one compiled loss: what the compiler made of it on a CPU, at most.
 FUSED_KERNELS = 5
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+#: Operators that take more than one kernel: a norm's gains have their gradients summed by another
+#: (layer_norm_kernel.cu), attention's products have one before and one after them
+#: (flash_bwd_launch_template.h), and zeros are written before what is put into them.
+KERNELS = {
+    "native_layer_norm_backward": 2,
+    "_scaled_dot_product_flash_attention_backward": 3,
+    "embedding_dense_backward": 2,
+    "slice_backward": 2,
+}
+#: Operators that read nothing of their operands, and that write operands without reading them.
+READ_NOTHING = {"new_zeros", "ones_like", "zeros_like"}
+ONLY_WRITTEN = {"copy_", "_foreach_copy_", "fill_", "zero_"}
 #: Elements of a block, and blocks of a launch, of operators over lists of tensors
 #: (ATen/native/cuda/MultiTensorApply.cuh).
 BLOCK_ELEMENTS = 65_536
@@ -83,7 +95,7 @@ class LaunchCounter(TorchDispatchMode):
         if name not in NO_KERNELS:
             tensors = [*tensors_in((given, named)), *tensors_in(result)]
             if any(tensor.is_meta for tensor in tensors):
-                size = sum(tensor.nbytes for tensor in tensors)
+                size = count_bytes(operator, given, named or {}, result)
                 self.launches.append(Launch(name, size, count_launches(name, given)))
         return result
 
@@ -105,9 +117,40 @@ class LaunchCounter(TorchDispatchMode):
 def count_launches(name: str, given: Any) -> int:
     """Return the kernels of an operator: one, or by the elements of a list of tensors."""
     if not name.startswith(("_foreach", "_fused")):
-        return 1
+        return KERNELS.get(name, 1)
     blocks = sum(math.ceil(tensor.numel() / BLOCK_ELEMENTS) for tensor in given[0])
     return math.ceil(blocks / LAUNCH_BLOCKS)
+
+
+def count_bytes(operator: Any, given: Any, named: Any, result: Any) -> int:
+    """Return the bytes that an operator reads and writes: operands that it changes count twice,
+    unless it only writes them."""
+    schema = operator._schema
+    name = schema.name.split("::")[1]
+    operands = dict(zip((argument.name for argument in schema.arguments), given, strict=False))
+    operands |= named
+    read = 0
+    written = 0
+    for argument in schema.arguments:
+        size = sum(tensor.nbytes for tensor in tensors_in(operands.get(argument.name)))
+        is_changed = argument.alias_info is not None and argument.alias_info.is_write
+        if is_changed:
+            written += size
+        if not (is_changed and (argument.is_out or name in ONLY_WRITTEN)):
+            read += size
+    if not any(kind.alias_info is not None for kind in schema.returns):
+        written += sum(tensor.nbytes for tensor in tensors_in(result))
+    if name in READ_NOTHING:
+        read = 0
+    elif name in ("embedding", "gather"):  # Of the table what it writes.
+        index = "indices" if name == "embedding" else "index"
+        read = written + operands[index].nbytes
+    elif name == "scatter_add_":  # Of the table what is added.
+        written = operands["src"].nbytes
+        read = 2 * written + operands["index"].nbytes
+    elif name == "native_layer_norm_backward":  # Both kernels read them.
+        read += operands["grad_out"].nbytes + operands["input"].nbytes
+    return read + written
 
 
 def tensors_in(values: object) -> Iterator[Tensor]:

@@ -20,11 +20,16 @@ def norm_of_meta(state: TrainState, counted: object = None) -> float:
     return 1.0
 
 
-def count_step(monkeypatch: pytest.MonkeyPatch, spec: ModelSpec, rows: int) -> LaunchCounter:
-    """Return the launches of a step of one GPU in bf16 with AdamW, without compiled blocks."""
+def count_step(
+    monkeypatch: pytest.MonkeyPatch, spec: ModelSpec, rows: int, *, is_fused: bool = True
+) -> LaunchCounter:
+    """Return the launches of a step of one GPU in bf16 with AdamW, without compiled blocks; with a
+    compiled loss, or with that of PyTorch's operators."""
     monkeypatch.setattr(TrainState, "squared_grad_norm", norm_of_meta)
     train = TrainSpec(steps=1, batch=rows, seq_len=spec.context, precision="bf16")
     worker, counter = meta_executor(monkeypatch, spec, train)
+    if not is_fused:
+        worker.model.fused_loss = None
     tokens = torch.zeros(rows, spec.context, dtype=torch.int64, device="meta")
     # Once before, as what a run computes once does not count.
     worker.model.forward_blocks(tokens)

@@ -24,6 +24,7 @@ from farspan.semantics.kernel_choice import (
     LOGITS_CHUNK_BYTES,
     fused_logits_rows,
     keeps_scores,
+    padded_vocabulary,
     query_blocks,
 )
 
@@ -260,12 +261,8 @@ def _pad_head(weight_VD: Tensor) -> Tensor:
 
 
 def _pad_vocabulary(V: int, device: torch.device) -> int:
-    """Return the rows of the head that are multiplied, the last ones zeros.
-
-    cuBLAS has its fast products for multiples of 8 alone. With GPT-2's 50,257 it took kernels of
-    Turing's on an H200, and the head more than half of a step (docs/log.md).
-    """
-    return -(-V // 64) * 64 if device.type == "cuda" else V
+    """Return the rows of the head that are multiplied, the last ones zeros."""
+    return padded_vocabulary(V, device.type)
 
 
 class LogitsCrossEntropy(torch.autograd.Function):

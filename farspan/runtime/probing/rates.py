@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,6 +29,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Seconds that each figure is taken over: several periods of a CPU quota; its pauses are part of
 #: the rate.
 RATE_S = 0.5
+#: A GPU is waited for after this many seconds of work, not after each call, as waiting takes 10 to
+#: 20 us and so a third of a product of 45 us.
+WAIT_EVERY_S = 5e-3
+#: Kernels whose launch is timed, after as many to warm up.
+LAUNCHES = 1000
 #: All-reduces of one size that are timed at most.
 MAX_ALL_REDUCES = 50
 #: Bytes that are copied to time memory: past any cache. Less where a device has little.
@@ -67,10 +73,28 @@ def measure_device_rates(
             del a, b
             release_memory(device)
         rates.append(MatmulRate(m=m, k=k, n=n, flops=flops))
-    bandwidth = _measure_memory_bandwidth(device, allowed)
     return DeviceRates(
-        rates=tuple(rates), bandwidth=bandwidth, memory=memory, left_out=tuple(left_out)
+        rates=tuple(rates),
+        bandwidth=_measure_memory_bandwidth(device, allowed),
+        memory=memory,
+        left_out=tuple(left_out),
+        launch_s=msgspec.UNSET if device.type == "cpu" else measure_launch_s(device),
     )
+
+
+def measure_launch_s(device: torch.device) -> float:
+    """Return the seconds to launch one of many small kernels. The host decides them: the kernels
+    take less."""
+    number = torch.zeros(1, device=device)
+    launch_s = 0.0
+    for _ in range(2):
+        synchronize_device(device)
+        began = time.perf_counter()
+        for _ in range(LAUNCHES):
+            number.add_(1)
+        synchronize_device(device)
+        launch_s = (time.perf_counter() - began) / LAUNCHES
+    return launch_s
 
 
 def _measure_memory_bandwidth(device: torch.device, allowed: int) -> float:
@@ -87,15 +111,25 @@ def _mean_seconds(work: Callable[[], object], device: torch.device) -> float:
     """Return the mean seconds of one call, over RATE_S and at least three calls."""
     work()
     synchronize_device(device)
+    together = 1 if device.type == "cpu" else count_calls_between_waits(work, device)
     calls = 0
     began = time.perf_counter()
     spent = 0.0
     while spent < RATE_S or calls < 3:
-        work()
+        for _ in range(together):
+            work()
         synchronize_device(device)
-        calls += 1
+        calls += together
         spent = time.perf_counter() - began
     return spent / calls
+
+
+def count_calls_between_waits(work: Callable[[], object], device: torch.device) -> int:
+    """Return the calls that keep a GPU busy for WAIT_EVERY_S, by the time of one."""
+    began = time.perf_counter()
+    work()
+    synchronize_device(device)
+    return max(1, round(WAIT_EVERY_S / (time.perf_counter() - began)))
 
 
 def measure_allreduce(

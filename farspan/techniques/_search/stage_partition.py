@@ -143,7 +143,8 @@ class StageSearch:
             streams = task.streams(source, target)
             hop = network.wire(source, target, collective=False, streams=streams)
             occupancy = network.send_s(hop, nbytes)
-            self._links[key] = StageLink(2 * (hop.delay_s + occupancy), occupancy)
+            copies_s = hop.copy_byte_s * nbytes
+            self._links[key] = StageLink(2 * (hop.delay_s + occupancy + copies_s), occupancy)
         return self._links[key]
 
     def partition_stages(self, limit: float = math.inf) -> Iterator[Solution]:
