@@ -280,4 +280,7 @@ def find_flaw(plan: Plan) -> str:
                 f"its stages have units {bounds}, which are not the model's {units} one after "
                 "another"
             )
+    recorded = any(at.graph is True for at in plan.devices)
+    if recorded and (devices > 1 or plan.train.precision == "fp16"):
+        return "its step is to be one CUDA graph, which neither several devices nor fp16 can have"
     return ""

@@ -15,11 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from farspan.domain.model import ModelSpec
+from farspan.domain.plan import find_flaw
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
-from farspan.domain.run_events import Saved, Step, Validated
+from farspan.domain.run_events import Saved, Step, Validated, Warned
 from farspan.domain.train import Muon, Optimizer, Regularization, TrainSpec
 from farspan.planning.size import shape_for
+from farspan.runtime import cuda_graph
 from farspan.runtime.parallel.device_step import DeviceStep, StepLayout
 from farspan.runtime.parallel.pipeline import Pipeline
 from farspan.runtime.state import train_state
@@ -168,6 +170,18 @@ def test_a_loss_that_is_not_finite_changes_nothing_until_the_host_refuses(
         assert torch.equal(before, after)
 
 
+def test_a_plan_that_cannot_be_recorded_is_refused():
+    """Its file may have been edited: a scale of the loss that the host changes, and other devices,
+    are not in a graph."""
+    one = tiny.plan(TRAIN)
+    two = tiny.plan(TRAIN, rows=(1, 1))
+    half = replace(one, train=replace(TRAIN, precision="fp16"))
+    for plan, is_refused in ((one, False), (two, True), (half, True)):
+        recorded = [replace(device, graph=True) for device in plan.devices]
+        flaw = find_flaw(replace(plan, devices=tuple(recorded)))
+        assert ("CUDA graph" in flaw) == is_refused
+
+
 class HostCalls(TorchDispatchMode):
     """Collects what makes the host wait for a device, or copies between the two."""
 
@@ -232,3 +246,53 @@ def test_a_recorded_step_of_a_small_model_launches_few_kernels(monkeypatch):
 
 def small_llama() -> ModelSpec:
     return shape_for("llama", 3_000_000, vocab_size=8192, context=256, knobs={})
+
+
+class Replayed:
+    """Stands for a card: what it recorded it does again, in the way of a kind of fault."""
+
+    def __init__(self, fault: str) -> None:
+        self._fault = fault
+
+    def __call__(self, device: torch.device) -> Any:
+        return self._record
+
+    def _record(self, function: Any) -> Any:
+        if self._fault == "refuses":
+            raise RuntimeError("operation not permitted when stream is capturing\nCUDA kernel")
+        if self._fault == "refuses halfway":
+            with pytest.raises(ZeroDivisionError):
+                interrupted(function)
+            raise RuntimeError("operation failed due to a previous error during capture")
+        if self._fault == "does nothing":
+            return lambda: None
+        return function
+
+
+def interrupted(function: Any) -> None:
+    """Call a function that fails in its backward pass."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "backward", lambda *given: 1 / 0)
+        function()
+
+
+@pytest.mark.parametrize("fault", ["", "refuses", "refuses halfway", "does nothing"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_graph_is_kept_only_where_it_does_what_the_step_does(
+    tmp_path, monkeypatch, fault, precision
+):
+    changes = {"precision": precision, "optimizer": Optimizer(lr=1e-2, muon=Muon(), average=0.9)}
+    plain = Start(run_folder(tmp_path / "plain", recorded=True, **changes))
+    plain.train()
+    monkeypatch.setattr(cuda_graph, "RECORDERS", {"cpu": Replayed(fault)})
+    start = Start(run_folder(tmp_path / "run", recorded=True, **changes))
+    _, trainer = start.train()
+    assert outcome(start) == outcome(plain)
+    for name, weight in weights(plain.run).items():
+        assert torch.equal(weight, weights(start.run)[name]), name
+    assert trainer.recorded.recorded == (not fault)
+    warnings = [event.message for event in start.events if isinstance(event, Warned)]
+    assert len(warnings) == bool(fault)
+    if fault:
+        assert warnings[0].startswith("the step could not be recorded as a CUDA graph: ")
+        assert "CUDA kernel" not in warnings[0]

@@ -6,6 +6,7 @@ So it can be recorded once as a CUDA graph and launched as a whole.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -79,10 +80,17 @@ class DeviceStep:
         self.layout = layout
         device = executor.device
         self.inputs = torch.zeros(layout.size, dtype=torch.int32, device=device)
-        #: The summed loss, and the squared norm of the gradient before clipping.
+        #: The summed loss, and the norm of the gradient before clipping.
         self.results = torch.zeros(2, dtype=torch.float64, device=device)
-        #: 1.0 from the first step on that was not finite.
-        self.stopped = torch.zeros((), device=device)
+        #: 0.0 from the first step on that was not finite.
+        self._going = torch.ones((), device=device)
+
+    def list_changed(self) -> list[Tensor]:
+        """List the tensors that a step changes and another begins with, but for the working
+        weights, which are the masters rounded."""
+        state = self._executor.state
+        changed = [*state.master, *state.exp_avg, *state.exp_avg_sq, *state.average]
+        return [tensor for tensor in changed if tensor.numel()]
 
     def run(self) -> None:
         """Make the passes, and the update."""
@@ -99,19 +107,21 @@ class DeviceStep:
 
         loss = executor.pipeline.run_microbatches(read, loss_scale)
         executor.grad_reducer.finish_sums()
-        squares = state.squared_norm_on_device()
-        torch.stack((loss.double(), squares), out=self.results)
+        norm = state.norm_on_device()
+        torch.stack((loss.double(), norm), out=self.results)
 
-        finite = torch.isfinite(self.results).all()
-        torch.maximum(self.stopped, (~finite).float(), out=self.stopped)
+        # Neither is negative: their sum is finite where both are.
+        self._going.mul_(self.results.sum() < math.inf)
         clip = train.optimizer.clip
-        divisor = (squares.sqrt() / clip).clamp(min=1.0) if clip else torch.ones_like(squares)
+        divisor = (norm / clip).clamp(min=1.0) if clip else torch.ones_like(norm)
+        if state.average:
+            average_weight = average_weight * self._going
         numbers = UpdateScalars(
             lr=lr,
             table_lr=table_lr,
             updates=updates,
             grad_divisor=divisor.float(),
-            average_weight=average_weight * (1.0 - self.stopped),
-            skip=self.stopped,
+            average_weight=average_weight,
+            skip=1.0 - self._going,
         )
         executor.update(train.optimizer, numbers)

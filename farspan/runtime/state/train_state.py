@@ -298,14 +298,14 @@ class TrainState:
             return 0.0
         norms = torch.stack(torch._foreach_norm(parts))
         if self.device.type in RECORDING_DEVICES:
-            return float(sum_of_squares(norms))
+            return float(norm_of_norms(norms)) ** 2
         # In double precision on the CPU: Apple's GPUs have none.
         values = norms.cpu().double().tolist()
         return sum((norm * norm for norm in values), 0.0)
 
-    def squared_norm_on_device(self) -> Tensor:
-        """Return the sum of the squares of the whole gradient, fp64, where it lies."""
-        return sum_of_squares(torch.stack(torch._foreach_norm(self.grad)))
+    def norm_on_device(self) -> Tensor:
+        """Return the norm of the whole gradient, fp64, where it lies."""
+        return norm_of_norms(torch.stack(torch._foreach_norm(self.grad)))
 
     def remove_hooks(self) -> None:
         """Release the model: the hooks of its parameters hold both it and this state in memory."""
@@ -447,9 +447,9 @@ class TrainState:
         return flats[b][where].view(self.shapes[index])
 
 
-def sum_of_squares(norms: Tensor) -> Tensor:
-    """Return the sum of the squares (0-dim, fp64) of fp32 norms."""
-    return norms.double().square().sum()
+def norm_of_norms(norms: Tensor) -> Tensor:
+    """Return the norm (0-dim, fp64) of tensors with these fp32 norms."""
+    return torch.linalg.vector_norm(norms, dtype=torch.float64)
 
 
 def lerp_(targets: Sequence[Tensor], ends: Sequence[Tensor], weight: Scalar) -> None:

@@ -3,7 +3,6 @@ the one before it."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -42,7 +41,7 @@ class _Launched(NamedTuple):
     valid: int
     lr: float
     at: float
-    #: The summed loss and the squared norm, when `wait` has returned.
+    #: The summed loss and the norm, when `wait` has returned.
     results: Tensor
     wait: Callable[[], None]
 
@@ -60,7 +59,13 @@ class RecordedSteps:
         self._executor = executor
         self._step = DeviceStep(executor, train, layout)
         self._warn = warn
-        self._calls = GraphedCalls(self._step.run, executor.device, self._on_failure)
+        self._calls = GraphedCalls(
+            self._step.run,
+            self._step.list_changed(),
+            executor.publish_masters,
+            executor.device,
+            self._on_failure,
+        )
         self._launched = deque[_Launched]()
         pinned = executor.device.type == "cuda"
         results = torch.zeros(UNREAD_STEPS, 2, dtype=torch.float64, pin_memory=pinned)
@@ -94,8 +99,7 @@ class RecordedSteps:
         while len(self._launched) > unread:
             launched = self._launched.popleft()
             launched.wait()
-            summed_loss, squares = launched.results.tolist()
-            norm = math.sqrt(squares)
+            summed_loss, norm = launched.results.tolist()
             self._results.append(launched.results)
             now = time.perf_counter()
             seconds = now - max(launched.at, self._finished_at)
