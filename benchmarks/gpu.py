@@ -141,7 +141,7 @@ STAGES = (
         "workers",
         "gpu_workers",
         35,
-        WORKER,
+        (*WORKER, "tokenizers"),
         "a GPU and a CPU, and two workers on one GPU, by gloo; NCCL with one rank",
         "losses within 1e-4 of one worker's in all six plans",
     ),

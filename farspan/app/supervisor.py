@@ -177,13 +177,13 @@ class Supervisor:
         # before it failed.
         self._seen_at = now if self._failed_at is None else self._failed_at
         fault = Seen(problem=problem, step=self._furthest, at=self._seen_at)
-        plan = self._run.load_plan()
         fatal = self._faults.decide_restart(fault, trained=self._first is not None)
         halved = None
         if fatal is not None:
             halved = self._halve_once(fatal)
         if fatal is not None and halved is None:
             raise Refusal.of(fatal)
+        plan = self._run.load_plan()
         self._faults.mark_preempted(fault, plan, clusters.cluster_of_run(self._run))
         at = time.time() - (now - self._seen_at)
         message = restart_message(fault, len(self._faults.seen))

@@ -78,7 +78,12 @@ class Data(NamedTuple):
         regular = self.spec.regular
         if regular.mask:
             inputs = mask(inputs, samples, regular.mask, self.vocabulary, self.spec.seed)
-        drop = Dropout(regular.dropout, torch.from_numpy(dropout_seeds(samples, self.spec.seed)))
+        seeds = torch.from_numpy(dropout_seeds(samples, self.spec.seed))
+        dropout = Dropout(regular.dropout, seeds)
+
+        def drop(x_BSD: Tensor, place: int) -> Tensor:
+            return dropout.at_places(place + 1)[place](x_BSD)
+
         return (
             torch.from_numpy(inputs),
             torch.from_numpy(targets),

@@ -52,7 +52,7 @@ KNOBS = {
     "recomputed and dropped": {"recompute": True, "dropout": 0.1},
 }
 #: As on a Hopper: flash attention, cuDNN's kernel first.
-HOPPER = AttentionPolicy(CUDNN_FIRST, False, "as on a Hopper")
+HOPPER = AttentionPolicy(CUDNN_FIRST, False, "cuDNN", "as on a Hopper")
 
 
 def spec_of(family: str):
