@@ -181,9 +181,14 @@ def test_every_stage_runs_on_a_cpu_at_a_tiny_size(tmp_path):
     rows = {name: found["rows"] for name, found in stages.items()}
     assert {found["device"] for found in stages.values()} == {"cpu"}
     assert {row["variant"] for row in rows["head"] if "variant" in row} >= {"farspan", "pytorch"}
-    (contest,) = [row for row in rows["contest"] if "ratio" in row]
-    assert contest["contestants"].keys() == {"farspan", "pytorch"}
-    assert all(row["passed"] for row in rows["tests"]) and len(rows["tests"]) == 6
+    contests = [row for row in rows["contest"] if "ratio" in row]
+    assert [contest["preset"] for contest in contests] == ["gpt2-medium", "gpt2"]
+    assert all(row["contestants"].keys() == {"farspan", "pytorch"} for row in contests)
+    assert all(row["passed"] for row in rows["tests"]) and len(rows["tests"]) == 9
+    assert all(row["passed"] for row in rows["workers"]) and len(rows["workers"]) == 6
+    assert len(rows["attention"]) == 2
+    assert rows["saving"][0]["step_ms"] > 0
+    assert all(found["predicted"] for found in stages.values())
     assert all(row["reading_ms"] > 0 for row in rows["small"] if "case" in row)
     assert {row["case"] for row in rows["predicted"] if "measured_s" in row} == {0, 1}
     assert rows["run"][0]["stopped"] < rows["run"][0]["steps"]
