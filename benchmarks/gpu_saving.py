@@ -5,22 +5,15 @@ from __future__ import annotations
 
 import shutil
 import statistics
-import time
 from itertools import pairwise
 
-from gpu_small import RANDOM_CORPUS, run_folder
+from gpu_small import RANDOM_CORPUS, run_folder, train_run
 from gpu_stage import Context
 from gpu_step import TINY, plan_of
 
-from farspan.domain.epoch_fence import Epoch
 from farspan.domain.run_events import Saved, Step, read_events
 from farspan.domain.train import TrainSpec
 from farspan.planning.size import shape_for
-from farspan.runtime import worker
-from farspan.runtime.comm.worker_group import Group
-from farspan.runtime.device import open_device
-from farspan.runtime.stop_and_preemption import Launcher
-from farspan.runtime.training.events import EventLog
 
 WARMUP = 10
 #: Seconds that training takes at most, and between two saves.
@@ -44,13 +37,7 @@ def measure(context: Context) -> None:
     )
     plan = plan_of(spec, train, context.device.type, corpus=RANDOM_CORPUS)
     run = run_folder(context, 100, plan)
-    device = open_device(plan.devices[0], train.precision)
-    with EventLog(run.events) as log, Group(0, 1, device, None, lambda peer, how: None) as group:
-        epoch = Epoch(number=0)
-        trainer = worker.start_trainer(
-            plan, run, group, log.write, Launcher(), time.monotonic(), epoch
-        )
-        trainer.run()
+    train_run(run)
     events = list(read_events(run.events))
     steps = [event for event in events if isinstance(event, Step)][WARMUP:]
     saves = [event for event in events if isinstance(event, Saved)]

@@ -84,17 +84,11 @@ def time_trainer(context: Context, number: int, name: str, plan: Plan) -> None:
     """Train one model in a run folder of its own; keep ms per step, and reading's part of them."""
     train = plan.train
     run = run_folder(context, number, plan)
-    device = open_device(plan.devices[0], train.precision)
-    with EventLog(run.events) as log, Group(0, 1, device, None, lambda peer, how: None) as group:
-        epoch = Epoch(number=0)
-        trainer = worker.start_trainer(
-            plan, run, group, log.write, Launcher(), time.monotonic(), epoch
-        )
-        trainer.run()
+    trainer = train_run(run)
     events = [event for event in read_events(run.events) if isinstance(event, Step)][WARMUP:]
     gaps_ms = [(b.at - a.at) * 1e3 for a, b in pairwise(events)]
     mean_ms = (events[-1].at - events[0].at) / (len(events) - 1) * 1e3
-    reading_ms = seconds(lambda: read_steps(trainer), 20, device) * 1e3 / GROUP_STEPS
+    reading_ms = seconds(lambda: read_steps(trainer), 20, context.device) * 1e3 / GROUP_STEPS
     found = {
         "case": name,
         "rows": train.batch,
@@ -115,6 +109,19 @@ def time_trainer(context: Context, number: int, name: str, plan: Plan) -> None:
     )
     profile_row(context, name, lambda: trainer._train_step(0))
     shutil.rmtree(run.path)
+
+
+def train_run(run: RunFolder) -> Trainer:
+    """Train a run of one device in this process to its end."""
+    plan = run.load_plan()
+    device = open_device(plan.devices[0], plan.train.precision)
+    with EventLog(run.events) as log, Group(0, 1, device, None, lambda peer, how: None) as group:
+        epoch = Epoch(number=0)
+        trainer = worker.start_trainer(
+            plan, run, group, log.write, Launcher(), time.monotonic(), epoch
+        )
+        trainer.run()
+    return trainer
 
 
 def read_steps(trainer: Trainer) -> None:

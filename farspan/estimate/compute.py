@@ -308,20 +308,19 @@ def _chunked_head(
     if not chunks.is_fused:
         summed += 2 * width * chunks.num_chunks * head
         launches *= 2
-    return [
-        forward._replace(
-            flops=forward.flops * chunks.padding,
-            bytes=width * read,
-            m=chunks.rows,
-            launches=forward.launches + chunks.num_chunks - 1,
-        ),
-        backward._replace(
-            flops=backward.flops * chunks.padding,
-            bytes=width * (read + states + logits) + summed,
-            m=chunks.rows,
-            launches=backward.launches + chunks.num_chunks + launches - 2,
-        ),
-    ]
+    chunked_forward = forward._replace(
+        flops=forward.flops * chunks.padding,
+        bytes=width * read,
+        m=chunks.rows,
+        launches=forward.launches + chunks.num_chunks - 1,
+    )
+    chunked_backward = backward._replace(
+        flops=backward.flops * chunks.padding,
+        bytes=width * (read + states + logits) + summed,
+        m=chunks.rows,
+        launches=backward.launches + chunks.num_chunks + launches - 2,
+    )
+    return [chunked_forward, chunked_backward]
 
 
 def _product_shape(

@@ -32,7 +32,7 @@ class CudaRecorder:
 
     def __call__(self, function: Call) -> Call:
         graph = torch.cuda.CUDAGraph()
-        # Other threads, which read and save, may take memory meanwhile.
+        # Other threads read and save: they may take memory during the recording.
         with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
             function()
         return graph.replay

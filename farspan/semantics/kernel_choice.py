@@ -26,7 +26,7 @@ FUSED_LOGITS_ROWS = 4096
 FUSED_ROWS_UNIT = 256
 #: Share of a device's memory that such logits take at most.
 FUSED_LOGITS_SHARE = 1 / 32
-#: The head is multiplied in multiples of so many rows on GPUs, the last ones zeros: cuBLAS has its
+#: On GPUs the head has a multiple of this many rows, the last ones zeros: cuBLAS has its
 #: fast products for multiples of 8 alone. With GPT-2's 50,257 it took kernels of Turing's on an
 #: H200, and the head more than half of a step (docs/log.md).
 VOCABULARY_UNIT = 64

@@ -20,7 +20,7 @@ from torch import Tensor
 #: Buffers have the size of a power of two, as PyTorch's allocator of pinned memory makes them
 #: (ATen/core/CachingHostAllocator.h), and at least this one: a page.
 LEAST_BUFFER_BYTES = 4096
-#: Bytes of a part of what is fetched, of which two are under way: while one crosses the bus, the
+#: Bytes of a part of what is fetched. Two parts are under way: while one crosses the bus, the
 #: host copies the other out of its buffer.
 FETCHED_BYTES = 2**26
 
