@@ -171,7 +171,7 @@ class Run:
             if not (self.folder.index / "index.json").exists():
                 note_reporter(shown)("there is no index yet: embedding the run's documents")
                 self.embed(shown)
-            return indexing.search_run(self.folder, query, k, system, where, shown)
+            return indexing.search_home(self.folder, query, k, system, where, shown)
 
     def generate(
         self,

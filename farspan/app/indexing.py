@@ -1,4 +1,7 @@
-"""From a run to its index and back: the documents of today embedded, and searched."""
+"""From text to an index and back: the documents of today indexed, and searched.
+
+An index is a run's (`RUN/index`), or has a folder of its own (`farspan index`).
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from farspan.app.encoders import choose_encoder, find_known_encoder
 from farspan.app.updates import Ended, Note, Progress, ignore_update, note_reporter
-from farspan.domain.config import IndexConfig, RunConfig
+from farspan.domain.config import DataConfig, IndexConfig, IndexFolderConfig, RunConfig
 from farspan.domain.corpus import CorpusManifest, copies_line
 from farspan.domain.escapes import shell_word
+from farspan.domain.index_folder import IndexFolder
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord, make_cache_folder
 from farspan.domain.struct_files import load, load_yaml
@@ -21,7 +26,14 @@ from farspan.domain.units import counted
 if TYPE_CHECKING:
     from farspan.corpus.distinct_texts import Text
     from farspan.retrieval.hybrid_ranking import System
-    from farspan.retrieval.index import Index, IndexManifest, Origin, QueryEmbedder
+    from farspan.retrieval.index import (
+        EncoderIdentity,
+        Index,
+        IndexManifest,
+        Origin,
+        QueryEmbedder,
+    )
+    from farspan.retrieval.own_voice import OwnModel
     from farspan.retrieval.queries import Query
     from farspan.retrieval.search import Answer
     from farspan.runtime.inference import Trained
@@ -29,6 +41,9 @@ if TYPE_CHECKING:
 Device = Literal["auto", "cpu", "cuda", "mps"]
 #: A longer query is no question; words of a megabyte would take seconds to look up.
 MAX_QUERY_CHARS = 10_000
+
+#: What has an index: a run, or a folder of its own.
+IndexHome = RunFolder | IndexFolder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,76 +57,100 @@ class Indexed:
     kept: int
 
 
+def index_config(home: IndexHome) -> IndexConfig:
+    """Return how an index is asked for: a run's run.yaml, or index.yaml."""
+    if isinstance(home, IndexFolder):
+        return load_yaml(home.config, IndexFolderConfig).index
+    return load_yaml(home.config, RunConfig).index
+
+
+def data_config(home: IndexHome) -> DataConfig:
+    """Return where the text of an index comes from."""
+    if isinstance(home, IndexFolder):
+        return load_yaml(home.config, IndexFolderConfig).data_config
+    return load_yaml(home.config, RunConfig).data_config
+
+
+def rebuild(home: IndexHome, *options: object) -> str:
+    """Return the command that brings an index up to its text."""
+    return command("index" if isinstance(home, IndexFolder) else "embed", home.path, *options)
+
+
+def open_home(path: Path) -> IndexHome:
+    """Return the run, or the folder of an index, at `path`. Refuses (not-a-run) others."""
+    folder = IndexFolder(path)
+    return folder if folder.config.is_file() else RunFolder.existing(path)
+
+
 def update_index(
-    run: RunFolder,
+    home: IndexHome,
     progress: Progress = ignore_update,
     *,
     evaluate: bool = True,
     store: str | None = None,
+    encoder: str | None = None,
     device: Device = "auto",
     processes: int = 1,
     tune: bool = False,
     queries: Path | None = None,
     qrels: Path | None = None,
 ) -> Indexed:
-    """Bring the run's index to the documents that its text holds today: what is new or changed is
-    embedded, what is gone removed. With `tune` vectors are fitted and judged again over the text of
-    today, also by `queries` with their `qrels` (run.yaml's unless given).
+    """Bring an index to the documents that its text holds today: what is new or changed is
+    embedded, what is gone removed. With `tune` vectors are fitted, and ways to search chosen, again
+    over the text of today, also by `queries` with their `qrels` (the configuration's unless given).
 
-    `store` takes the place of run.yaml's `index.store`. On a CPU `processes` of them embed. Raises
-    Refusal, also (device-missing) for a device that is not there.
+    `store` and `encoder` take the place of the configuration's. On a CPU `processes` of them embed
+    for the run's model. Raises Refusal, also (device-missing) for a device that is not there.
     """
-    from farspan.launch.trust import require_own_links
     from farspan.planning.quantities import fit_s
     from farspan.retrieval.build import build
-    from farspan.retrieval.embedder_fit import Task
     from farspan.retrieval.index import Recipe
+    from farspan.retrieval.index_task import Task, VoiceModel
     from farspan.retrieval.index_work import IndexWork
-    from farspan.retrieval.pooling import Processes
-    from farspan.retrieval.stores import load as load_store
-    from farspan.retrieval.stores import resolve
-    from farspan.runtime.inference import load as load_model
-    from farspan.runtime.inference import on_device
 
-    require_own_links(run)
-    config = load_yaml(run.config, RunConfig)
-    recipe = Recipe(store=store or config.index.store, evaluate=evaluate)
-    load_store(resolve(recipe.store)[0])
+    asked = index_config(home)
+    recipe = Recipe(store=store or asked.store, evaluate=evaluate)
+    _check_store(recipe.store)
     report = note_reporter(progress)
-    trained = on_device(load_model(run), device, report)
-    model = trained.model
     work = IndexWork(time.monotonic, progress)
-    text = _read_documents(run, config, report)
-    documents = text.documents
-    copies = text.copies
-    own = _read_own_queries(config.index, queries, qrels, text) if tune else []
-    note = copies_line(len(documents), copies.near, copies.exact)
-    if note:
-        report(note)
-    before = _read_index_manifest(run)
     with ExitStack() as stack:
         stack.callback(progress, Ended())
-        pool = None
-        if processes > 1 and model.tok.weight.device.type == "cpu":
-            pool = stack.enter_context(Processes(processes))
-        identity = model_origin(run, trained)
-        limit_s = fit_s(config)
+        voices: list[VoiceModel] = []
+        origin = None
+        if isinstance(home, RunFolder):
+            own = _own_model(home, device, processes, report, stack)
+            voices.append(own)
+            origin = own.origin
+        text = _read_documents(home, report)
+        documents = text.documents
+        copies = text.copies
+        own_queries = _read_own_queries(asked, queries, qrels, text) if tune else []
+        note = copies_line(len(documents), copies.near, copies.exact)
+        if note:
+            report(note)
+        before = _read_index_manifest(home)
+        known = before.encoder if before else None
+        texts = [document.text for document in documents]
+        ready = choose_encoder(encoder or asked.encoder, known, texts, report)
+        if ready.model is not None:
+            voices.insert(0, ready.model)
         task = Task(
-            path=run.index,
-            model=model,
-            tokenizer=trained.tokenizer,
+            path=home.index,
             documents=documents,
             train=text.train,
             copies=copies,
-            origin=identity,
+            voices=voices,
+            origin=origin,
+            encoder=ready.identity,
+            no_encoder=ready.why_none,
             recipe=recipe,
             write_line=report,
             work=work,
             source=text.fingerprint,
             refit=tune,
-            own=own,
-            fit_s=limit_s,
-            processes=pool,
+            own=own_queries,
+            fit_s=fit_s(asked),
+            models=HomeModels(home, progress),
         )
         manifest = build(task)
     if work.kept:
@@ -119,11 +158,42 @@ def update_index(
     if manifest.fit_is_due:
         report(
             "much of the text is not what the index was fitted to; a new fit is due: "
-            f"{command('tune', run.path)}"
+            f"{command('tune', home.path)}"
         )
     earlier = None if before is None else (before.fit, before.evaluation)
     fitted = earlier != (manifest.fit, manifest.evaluation)
     return Indexed(manifest=manifest, fitted=fitted, embedded=work.embedded, kept=work.kept)
+
+
+def _check_store(store: str) -> None:
+    """Refuse a store that is not known, or whose library is missing, before anything is read."""
+    from farspan.retrieval.stores import load as load_store
+    from farspan.retrieval.stores import resolve
+
+    load_store(resolve(store)[0])
+
+
+def _own_model(
+    run: RunFolder, device: Device, processes: int, report: Callable[[str], None], stack: ExitStack
+) -> OwnModel:
+    """Load a run's model as a voice of its index."""
+    from farspan.launch.trust import require_own_links
+    from farspan.retrieval.own_voice import OwnModel
+    from farspan.retrieval.pooling import Processes
+    from farspan.runtime.inference import load as load_model
+    from farspan.runtime.inference import on_device
+
+    require_own_links(run)
+    trained = on_device(load_model(run), device, report)
+    pool = None
+    if processes > 1 and trained.model.tok.weight.device.type == "cpu":
+        pool = stack.enter_context(Processes(processes))
+    return OwnModel(
+        model=trained.model,
+        tokenizer=trained.tokenizer,
+        origin=model_origin(run, trained),
+        processes=pool,
+    )
 
 
 def _read_own_queries(
@@ -148,22 +218,34 @@ def _read_own_queries(
     return read_judged(asked, answers, text.documents, text.copies)
 
 
-def _read_index_manifest(run: RunFolder) -> IndexManifest | None:
-    """Return the manifest of the run's index; None where there is none that can be read."""
+def _read_index_manifest(home: IndexHome) -> IndexManifest | None:
+    """Return the manifest of an index; None where there is none that can be read."""
     from farspan.retrieval.index import read_manifest
 
     with suppress(Refusal):
-        return read_manifest(run.index, "")
+        return read_manifest(home.index, "")
     return None
 
 
-def _read_documents(run: RunFolder, config: RunConfig, report: Callable[[str], None]) -> Text:
+def _read_documents(home: IndexHome, report: Callable[[str], None]) -> Text:
     """Read the documents of today; those that the run was trained on if its text is not there."""
+    if isinstance(home, RunFolder):
+        return _read_run_documents(home, report)
+    from farspan.corpus.prepare import read_source
+    from farspan.corpus.processes import usable_cores
+
+    return read_source(
+        data_config(home), make_cache_folder("corpora"), workers=usable_cores(), write_line=report
+    )
+
+
+def _read_run_documents(run: RunFolder, report: Callable[[str], None]) -> Text:
     from farspan.corpus.distinct_texts import read_distinct
     from farspan.corpus.find_prepared import find_corpus
     from farspan.corpus.prepare import read_text
     from farspan.corpus.processes import usable_cores
 
+    config = load_yaml(run.config, RunConfig)
     manifest = load(run.corpus, CorpusManifest)
     try:
         return read_text(
@@ -185,50 +267,71 @@ def _read_documents(run: RunFolder, config: RunConfig, report: Callable[[str], N
     return read_distinct(prepared, manifest, "")
 
 
-def write_vectors(run: RunFolder, path: Path) -> Path:
-    """Write ids, vectors, texts and fields of the run's index to a .parquet, .jsonl or .npy file,
-    and next to it the commands that load it elsewhere: the path of these. Refuses (no-index) where
-    there is no index, and like `farspan.retrieval.vector_file.write_vectors`."""
+def write_vectors(home: IndexHome, path: Path) -> Path:
+    """Write ids, vectors, texts and fields of an index to a .parquet, .jsonl or .npy file, and next
+    to it the commands that load it elsewhere: the path of these. Refuses (no-index) where there is
+    no index or it has no vectors, and like `farspan.retrieval.vector_file.write_vectors`."""
     from farspan.retrieval import vector_file
 
-    with open_index(run) as index:
-        vector_file.write_vectors(path, vector_file.rows(index), index.manifest.about)
+    with open_index(home) as index:
+        name = vector_file.written_set(index)
+        vector_file.write_vectors(path, vector_file.rows(index, name), index.manifest.about(name))
     return path.with_name(f"{path.name}.load.md")
 
 
+class HomeModels:
+    """Finds the models that embed queries for an index: the run's, and a ready encoder.
+
+    `trained`: the run's model, where it is loaded already.
+    """
+
+    def __init__(
+        self, home: IndexHome, progress: Progress = ignore_update, trained: Trained | None = None
+    ) -> None:
+        self._home = home
+        self._progress = progress
+        self._trained = trained
+
+    def own(self, fitted: Path, origin: Origin) -> QueryEmbedder:
+        from farspan.retrieval.embed import Embedder
+        from farspan.runtime.inference import load as load_model
+        from farspan.runtime.inference import on_gpu
+
+        run = self._home
+        assert isinstance(run, RunFolder)
+        model = self._trained or on_gpu(load_model(run), note_reporter(self._progress))
+        refuse_other_model(run, origin, model_origin(run, model))
+        return Embedder.load(model.model, model.tokenizer, fitted)
+
+    def encoder(self, identity: EncoderIdentity) -> QueryEmbedder | None:
+        return find_known_encoder(identity)
+
+
 def open_index(
-    run: RunFolder,
+    home: IndexHome,
     progress: Progress = ignore_update,
     *,
     vectors: bool = True,
     trained: Trained | None = None,
 ) -> closing[Index]:
-    """Open the run's index for searches; without `vectors` by words alone. `trained`: the run's
-    model, where it is loaded already."""
+    """Open an index for searches; without `vectors` by words alone. `trained`: the run's model,
+    where it is loaded already."""
     from farspan.launch.trust import require_own_links, require_server
     from farspan.retrieval.index import SEAL, Index, read_manifest
 
-    # Some stores write when they are opened.
-    require_own_links(run)
-
-    def embedder(fitted: Path, of: Origin) -> QueryEmbedder:
-        from farspan.retrieval.embed import Embedder
-        from farspan.runtime.inference import load as load_model
-        from farspan.runtime.inference import on_gpu
-
-        model = trained or on_gpu(load_model(run), note_reporter(progress))
-        refuse_other_model(run, of, model_origin(run, model))
-        return Embedder.load(model.model, model.tokenizer, fitted)
-
-    remedy = command("embed", run.path)
-    manifest = read_manifest(run.index, remedy)
+    if isinstance(home, RunFolder):
+        # Some stores write when they are opened.
+        require_own_links(home)
+    remedy = rebuild(home)
+    manifest = read_manifest(home.index, remedy)
     if manifest.servers and vectors:
         require_server(
-            run.index / manifest.files / SEAL,
+            home.index / manifest.files / SEAL,
             manifest.servers,
             f"look whether it is yours, then: {remedy} --store {shell_word(manifest.recipe.store)}",
         )
-    return closing(Index.open(run.index, embedder, remedy=remedy, vectors=vectors))
+    models = HomeModels(home, progress, trained)
+    return closing(Index.open(home.index, models, remedy=remedy, vectors=vectors))
 
 
 def refuse_other_model(run: RunFolder, index: Origin, today: Origin) -> None:
@@ -247,8 +350,8 @@ def refuse_other_model(run: RunFolder, index: Origin, today: Origin) -> None:
             )
 
 
-def search_run(
-    run: RunFolder,
+def search_home(
+    home: IndexHome,
     query: str,
     k: int = 5,
     system: System | None = None,
@@ -257,7 +360,7 @@ def search_run(
 ) -> Answer:
     """Find the `k` documents that answer a query best, by the `system` that was measured to be
     best unless another is named, among those with the values of `where` in its fields. A running
-    server of the run is asked first.
+    server of the index is asked first.
 
     Raises Refusal (usage) for an empty or endless query and an unknown field, and (no-index) where
     there is no index.
@@ -265,31 +368,31 @@ def search_run(
     refuse_query(query)
     from farspan.retrieval.serve import client
 
-    manifest = _read_index_manifest(run)
-    if manifest is not None and is_stale(run, manifest):
-        update = command("embed", run.path)
+    manifest = _read_index_manifest(home)
+    if manifest is not None and is_stale(home, manifest):
+        update = rebuild(home)
         progress(Note(f"the text has changed since it was indexed; to follow it: {update}"))
-    answer = client.ask(run.path, query, k, system, where or {})
+    answer = client.ask(home.path, query, k, system, where or {})
     if answer:
         return answer
     from farspan.retrieval.search import search as search_index
 
     while True:
-        with open_index(run, progress, vectors=system != "bm25") as index:
+        with open_index(home, progress, vectors=system != "bm25") as index:
             try:
                 return search_index(index, query, k, system, where)
             except Refusal:
                 # A new index may have taken the files of this one away before the model was loaded.
-                if _read_index_manifest(run) in (None, index.manifest):
+                if _read_index_manifest(home) in (None, index.manifest):
                     raise
 
 
-def is_stale(run: RunFolder, manifest: IndexManifest) -> bool:
-    """Return whether the files of the run's text are others than were indexed; False of text that
+def is_stale(home: IndexHome, manifest: IndexManifest) -> bool:
+    """Return whether the files of an index's text are others than were indexed; False of text that
     is no folder."""
     from farspan.corpus.sources import folder
 
-    source = load_yaml(run.config, RunConfig).data_config.source
+    source = data_config(home).source
     if not manifest.source or not Path(source).expanduser().exists():
         return False
     with suppress(Refusal, OSError):

@@ -8,7 +8,7 @@ from typing import Literal
 
 from farspan.app.preflight_checks import refuse_existing
 from farspan.app.updates import Progress, ignore_update, note_reporter
-from farspan.domain.problems import command
+from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder
 from farspan.domain.struct_files import write_atomically
 
@@ -72,13 +72,23 @@ def export_model(
     trained = load(run)
     if embedder:
         from farspan.app.indexing import model_origin, refuse_other_model
-        from farspan.retrieval.index import FITTED, read_manifest
+        from farspan.retrieval.index import FITTED, OWN_VECTORS, read_manifest
         from farspan.retrieval.sentence_transformers import write_sentence_transformers
 
         manifest = read_manifest(run.index, command("embed", run.path))
+        if manifest.origin is None:
+            raise Refusal(
+                "no-index",
+                what="the index has no vectors of the run's own model",
+                where=run.index,
+                fact=f"its sets of vectors: {', '.join(manifest.sets) or 'none'}",
+                remedy=command("embed", run.path),
+            )
         refuse_other_model(run, manifest.origin, model_origin(run, trained))
         out.mkdir(parents=True, exist_ok=True)
-        card = model_card.embedder_card(open_run(run.path), trained.step, manifest.dim)
+        card = model_card.embedder_card(
+            open_run(run.path), trained.step, manifest.sets[OWN_VECTORS].dim
+        )
         write_atomically(out / "README.md", card.encode())
         write_sentence_transformers(
             out,

@@ -16,6 +16,7 @@ from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.struct_files import load
 
 if TYPE_CHECKING:
+    from farspan.app.indexing import IndexHome
     from farspan.retrieval.serve.run_searcher import IndexSearcher
     from farspan.retrieval.serve.site import Served
 
@@ -24,15 +25,15 @@ TOKEN_VARIABLE = "FARSPAN_TOKEN"
 
 
 def serve_index(
-    run: RunFolder,
+    home: IndexHome,
     progress: Progress = ignore_update,
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
     token: str | None = None,
 ) -> None:
-    """Serve the run's index until the process is asked to end. `token` may also be in
-    $FARSPAN_TOKEN.
+    """Serve the index of a run, or of a folder, until the process is asked to end. `token` may also
+    be in $FARSPAN_TOKEN.
 
     Raises Refusal, also for an address that others can reach without a token (out-of-range), and
     where another program listens there (port-taken).
@@ -51,13 +52,22 @@ def serve_index(
             remedy=install_command("serve"),
         ) from None
     token = token or os.environ.get(TOKEN_VARIABLE) or None
-    address = Address(run=run.path, host=host, port=port, token=token)
+    address = Address(run=home.path, host=host, port=port, token=token)
     report = note_reporter(progress)
-    serve_at(address, describe_served(run), lambda: open_searcher(run, report), report)
+    serve_at(address, describe_served(home), lambda: open_searcher(home, report), report)
 
 
-def describe_served(run: RunFolder) -> Served:
-    """Describe the run for the page and the API."""
+def describe_served(home: IndexHome) -> Served:
+    """Describe what is served, for the page and the API."""
+    if isinstance(home, RunFolder):
+        return _describe_run(home)
+    from farspan.retrieval.serve.site import Served
+
+    created = int(home.config.stat().st_mtime)
+    return Served(name=home.path.resolve().name, report=None, created=created)
+
+
+def _describe_run(run: RunFolder) -> Served:
     from farspan.domain.model import count_parameters
     from farspan.report.text import model_line
     from farspan.retrieval.serve.forms import ModelAbout, TextAbout
@@ -83,14 +93,17 @@ def describe_served(run: RunFolder) -> Served:
     )
 
 
-def open_searcher(run: RunFolder, report: Callable[[str], None]) -> IndexSearcher:
-    """Open the run's index as it is now, with the model that it is of."""
+def open_searcher(home: IndexHome, report: Callable[[str], None]) -> IndexSearcher:
+    """Open an index as it is now, with a run's model where it is of one."""
     from farspan.app.indexing import open_index
     from farspan.retrieval.serve.run_searcher import IndexSearcher
-    from farspan.runtime.inference import load as load_model
-    from farspan.runtime.inference import on_gpu
 
-    trained = on_gpu(load_model(run), report)
+    trained = None
+    if isinstance(home, RunFolder):
+        from farspan.runtime.inference import load as load_model
+        from farspan.runtime.inference import on_gpu
+
+        trained = on_gpu(load_model(home), report)
     with ExitStack() as stack:
-        index = stack.enter_context(open_index(run, trained=trained))
-        return IndexSearcher(index, trained.model, trained.tokenizer, stack.pop_all().close)
+        index = stack.enter_context(open_index(home, trained=trained))
+        return IndexSearcher(index, trained, stack.pop_all().close)

@@ -42,5 +42,5 @@ def evaluation_text(manifest: IndexManifest) -> str:
     from farspan.retrieval.search import not_evaluated
 
     if manifest.evaluation:
-        return format_evaluation(manifest.evaluation)
+        return format_evaluation(manifest.evaluation, manifest.lexical)
     return f"not evaluated: {not_evaluated(manifest.recipe)}"

@@ -11,6 +11,7 @@ from farspan.app.configs import override_config
 from farspan.cli.console import Console
 from farspan.domain.config import RunConfig
 from farspan.domain.escapes import shell_word
+from farspan.domain.index_folder import INDEXES, IndexFolder
 from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.run import RunFolder
 from farspan.domain.struct_files import load_yaml
@@ -166,6 +167,26 @@ def find_run(given: argparse.Namespace, console: Console) -> RunFolder:
     return run
 
 
+def find_home(given: argparse.Namespace, console: Console) -> RunFolder | IndexFolder:
+    """Return the run or the index folder that was named, or print and return the one whose index is
+    the newest under `runs/` and `indexes/`; the newest run where there is no index."""
+    from farspan.app.indexing import open_home
+
+    named = given.run if given.run_option is None else given.run_option
+    if named is None:
+        places = [Path("runs"), INDEXES]
+        manifests = [path for place in places for path in place.glob("*/index/index.json")]
+        if not manifests:
+            return find_run(given, console)
+        newest = max(manifests, key=lambda path: path.stat().st_mtime)
+        home = open_home(newest.parents[1])
+        console.write_line(f"index: {home.path}")
+        return home
+    if given.run in (None, named) and IndexFolder(Path(named)).config.is_file():
+        return IndexFolder(Path(named))
+    return find_run(given, console)
+
+
 def refuse_run_as_text(given: argparse.Namespace, name: str, text: str | None) -> None:
     """Refuse a run in the place of a command's text, which stands before it."""
     if not text or not _is_run(text):
@@ -181,9 +202,11 @@ def refuse_run_as_text(given: argparse.Namespace, name: str, text: str | None) -
 
 
 def _is_run(text: str) -> bool:
-    """Whether a text names a run. One that can be no path, such as a long prompt, does not."""
+    """Return True for the name of a run or an index. What can be no path, such as a long prompt, is
+    none."""
     try:
-        return RunFolder(Path(text)).plan.is_file()
+        is_index = IndexFolder(Path(text)).config.is_file()
+        return is_index or RunFolder(Path(text)).plan.is_file()
     except (OSError, ValueError):
         return False
 
@@ -225,6 +248,18 @@ def check_store(given: argparse.Namespace) -> None:
         resolve(given.store, "--store")
 
 
+def takes_encoder(parser: argparse.ArgumentParser) -> None:
+    """Add the ready encoder of an index."""
+    parser.add_argument(
+        "--encoder",
+        metavar="auto|own|minilm|FOLDER",
+        help=(
+            "a ready encoder beside words: one on this machine that reads the language\n(auto), "
+            "none (own), a known one, fetched if need be (minilm), or a folder"
+        ),
+    )
+
+
 def takes_embedding(parser: argparse.ArgumentParser) -> None:
     """Add where vectors go, and what makes them."""
     parser.add_argument(
@@ -232,6 +267,7 @@ def takes_embedding(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[:LOCATION]",
         help="where vectors go (default: index.store of the run's run.yaml)",
     )
+    takes_encoder(parser)
     parser.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda", "mps"),

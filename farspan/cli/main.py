@@ -45,6 +45,7 @@ ORDER = (
     "stop",
     "report",
     "generate",
+    "index",
     "embed",
     "tune",
     "search",

@@ -132,6 +132,21 @@ def read_text(
             write_line(f"skipped {kinds}")
         return read_distinct(prepared, manifest, fingerprint)
     write_line("the text has changed since the corpus was made, or the corpus is gone")
+    return _read_source(source, data, root, workers, write_line)
+
+
+def read_source(data: DataConfig, root: Path, *, workers: int, write_line: WriteLine) -> Text:
+    """Read every text that a source holds today, copies too, split as a corpus is.
+
+    No tokenizer is needed. Refuses what cannot be read.
+    """
+    return _read_source(open_source(data.source), data, root, workers, write_line)
+
+
+def _read_source(
+    source: Source, data: DataConfig, root: Path, workers: int, write_line: WriteLine
+) -> Text:
+    fingerprint = source.fingerprint()
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root, prefix=".text-") as folder:
         work = Path(folder)

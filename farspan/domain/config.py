@@ -152,12 +152,27 @@ class BudgetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 class IndexConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     store: str = "auto"
+    #: A ready encoder beside words and the run's own vectors: `auto` takes one that is on this
+    #: machine and reads the text's language, `own` takes none, `minilm` may fetch one; or a folder.
+    encoder: str = "auto"
     #: What fitting vectors to the text may take at most.
     time: Quantity = "5m"
     #: Files of a person's own queries, and of the documents that answer them, which `farspan tune`
     #: judges by too.
     queries: str | None = None
     qrels: str | None = None
+
+
+class IndexFolderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole of index.yaml: an index of text that nothing was trained on."""
+
+    data: Source | DataConfig
+    version: Literal[1] = 1
+    index: IndexConfig = IndexConfig()
+
+    @property
+    def data_config(self) -> DataConfig:
+        return DataConfig(source=self.data) if isinstance(self.data, str) else self.data
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

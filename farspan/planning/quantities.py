@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from farspan.domain.cluster import Cluster
-from farspan.domain.config import Quantity, RunConfig
+from farspan.domain.config import IndexConfig, Quantity, RunConfig
 from farspan.domain.escapes import key_word, shell_word
 from farspan.domain.problems import Refusal
 from farspan.domain.struct_files import missing_path
@@ -155,8 +155,8 @@ def save_every_s(config: RunConfig) -> float:
     return parse_positive(parse_duration, config.checkpoint.every, "checkpoint.every", "5m")
 
 
-def fit_s(config: RunConfig) -> float:
-    return parse_positive(parse_duration, config.index.time, "index.time", "5m")
+def fit_s(index: IndexConfig) -> float:
+    return parse_positive(parse_duration, index.time, "index.time", "5m")
 
 
 def time_budget_s(config: RunConfig) -> float | None:
@@ -192,7 +192,7 @@ def check_quantities(config: RunConfig) -> None:
     asked_parameters(config)
     save_every_s(config)
     time_budget_s(config)
-    fit_s(config)
+    fit_s(config.index)
     share = parse_positive(
         parse_fraction, config.data_config.val, "data.val", "5%", within=("0%", "100%")
     )

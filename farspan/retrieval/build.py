@@ -1,15 +1,17 @@
-"""Build an index, or update it: embed chunks that are new or changed, and remove deleted ones.
+"""Build an index, or update it: what is new or changed is embedded, and what is gone removed.
 
-    documents -> chunks -> vectors -> passages, BM25, stores in a new folder -> manifest renamed
-    over the old one
+    documents -> chunks -> words, vectors -> passages, BM25, stores in a new folder -> manifest
+    renamed over the old one
 
-Weights, means and maps stay those of the fit while the text changes; `refit` fits new ones
-(`retrieval/embedder_fit.py`). Embeddings are cached next to the index until it is complete, so
-that an interrupted build resumes.
+Words come first: an index without an earlier one answers by them while vectors are made. Weights,
+means and maps stay those of the fit while the text changes; `refit` fits new ones. Embeddings are
+cached next to the index until it is complete, so that an interrupted build resumes.
 
 A store in a folder begins as a copy of the old index's, which its readers keep open. At a server
 one table serves both: new vectors are added before the new index replaces the old one, deleted
 chunks' vectors are removed after, and a search skips ids that its index does not have.
+
+Nothing here imports PyTorch.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +28,6 @@ from typing import IO
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from farspan.corpus.distinct_texts import Copies
 from farspan.domain.problems import Refusal
@@ -35,28 +36,28 @@ from farspan.domain.units import counted
 from farspan.launch.folder_lock import lock_file
 from farspan.launch.trust import require_server, seal_server
 from farspan.retrieval import passages, stores
-from farspan.retrieval.bm25 import K1, B, BM25Index
+from farspan.retrieval.bm25 import BM25Index, Numbered
+from farspan.retrieval.choose import Bodies, LexicalChoice, choose_words
 from farspan.retrieval.chunk import Chunk, chunk_document
-from farspan.retrieval.embed import Embedder
-from farspan.retrieval.embedder_fit import Task, fit_corpus
-from farspan.retrieval.evaluate import Evaluation
+from farspan.retrieval.evaluate import Evaluation, SideName, SideVectors, evaluate
+from farspan.retrieval.evaluation_text import mine_evaluation
 from farspan.retrieval.index import (
-    FITTED,
     INDEX_MANIFEST,
     LEXICAL,
-    OWN_VECTORS,
     PASSAGES,
     SEAL,
     Fit,
     Index,
     IndexManifest,
-    Origin,
+    NoModels,
     Recipe,
+    SetName,
     Table,
     VectorSet,
     field,
     passages_of,
 )
+from farspan.retrieval.index_task import FittedVoice, Task, VoiceModel
 from farspan.retrieval.passages import (
     IndexedDocument,
     Passages,
@@ -64,14 +65,13 @@ from farspan.retrieval.passages import (
     indexed_document,
     text_hash,
 )
-from farspan.retrieval.pooling import bf16_is_fast
-from farspan.retrieval.stores import FIELD, Ids, Payload, Store, Vectors
+from farspan.retrieval.stores import FIELD, Ids, Payload, Store
+from farspan.retrieval.words import Words, choose_languages, detect_languages
 
 #: Metadata columns that searches can filter by, and what payloads hold in addition.
 _MAX_FIELDS = 64
 _PAYLOAD_FIELDS = {"title", "origin", "text"}
 _ADD_BATCH_SIZE = 1024
-_MIN_CHUNK_TOKENS = 8
 #: Records the tables that a build found or made at servers: in the end all but the new index's are
 #: dropped.
 _TABLES_FILE = "tables.json"
@@ -82,13 +82,16 @@ class ServerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     store: str
     table: Table
+    dim: int
 
 
 @dataclass(frozen=True)
 class Chunked:
-    """The documents of an index, their chunks, and the hash (N) of each chunk's embedded text."""
+    """The documents of an index, the language of each, their chunks, and the hash (N) of each
+    chunk's embedded text."""
 
     documents: list[IndexedDocument]
+    languages: list[str]
     chunks: list[Chunk]
     texts: npt.NDArray[np.int64]
     #: Documents that the old index does not have.
@@ -96,12 +99,11 @@ class Chunked:
 
 
 @dataclass(frozen=True)
-class Embedded:
-    """The embedder, the chunks (N) it was fitted to, and a function from rows to vectors."""
+class Fitted:
+    """The voices of an index, how it makes words, and the chunks (N) that this was fitted to."""
 
-    embedder: Embedder
-    vectors: Callable[[Ids], Vectors]
-    dim: int
+    lexical: LexicalChoice
+    voices: Mapping[SetName, FittedVoice]
     fitted: npt.NDArray[np.bool_]
     fit: Fit
     evaluation: Evaluation | None
@@ -143,6 +145,8 @@ def build(task: Task) -> IndexManifest:
         if manifest is None:
             cache.mkdir(exist_ok=True)
             task.work.folder = cache
+            if before is None and task.voices:
+                before = _build_words(task, building, documents, corpus)
             manifest = _write_index(task, building, documents, corpus, before)
             save(manifest, path / INDEX_MANIFEST)
             _remove_others(path, {INDEX_MANIFEST, manifest.files}, building)
@@ -151,11 +155,20 @@ def build(task: Task) -> IndexManifest:
     return manifest
 
 
+def _build_words(
+    task: Task, building: Path, documents: list[IndexedDocument], corpus: str
+) -> IndexManifest:
+    """Complete an index of words alone, which answers while vectors are made."""
+    alone = replace(task, voices=(), origin=None, encoder=None)
+    manifest = _write_index(alone, building, documents, corpus, None)
+    save(manifest, task.path / INDEX_MANIFEST)
+    task.write_line("searches by words answer already; vectors follow")
+    return manifest
+
+
 def _cache_name(task: Task) -> str:
-    """Return the folder for embeddings of this model, computed as this process does."""
-    device = task.model.tok.weight.device
-    version = str(torch.__version__)
-    return content_hash(task.origin, version, device.type, bf16_is_fast(device))
+    """Return the folder for embeddings of these models, computed as this process does."""
+    return content_hash([voice.cache_key for voice in task.voices])
 
 
 def _resolve_store(task: Task) -> Task:
@@ -168,7 +181,11 @@ def _resolve_store(task: Task) -> Task:
 
 def _fit_id(task: Task, corpus: str) -> str:
     recipe = msgspec.structs.replace(task.recipe, store="", evaluate=True)
-    return content_hash(task.origin, recipe, corpus, list(task.own), task.fit_s)
+    return content_hash(_identities(task), recipe, corpus, list(task.own), task.fit_s)
+
+
+def _identities(task: Task) -> list[str]:
+    return [voice.identity for voice in task.voices]
 
 
 def _load_manifest(path: Path) -> IndexManifest | None:
@@ -182,13 +199,19 @@ def _load_current(task: Task, corpus: str) -> IndexManifest | None:
     """Return the manifest at the path if its index is the requested one, or has an evaluation
     more."""
     manifest = _load_manifest(task.path)
-    if manifest is None or manifest.origin != task.origin or manifest.corpus != corpus:
+    if manifest is None or not _has_voices(manifest, task) or manifest.corpus != corpus:
         return None
     evaluated = msgspec.structs.replace(task.recipe, evaluate=True)
     if manifest.recipe not in (task.recipe, evaluated):
         return None
     fitted = not task.refit or manifest.fit.id == _fit_id(task, corpus)
     return manifest if fitted else None
+
+
+def _has_voices(manifest: IndexManifest, task: Task) -> bool:
+    """Return whether an index has the vectors of these models, and no others."""
+    encoder = manifest.encoder and manifest.encoder.id
+    return manifest.origin == task.origin and encoder == (task.encoder and task.encoder.id)
 
 
 def _lock_building(building: Path, path: Path) -> IO[bytes]:
@@ -242,61 +265,73 @@ def _write_index(
 
         task.work.add_expected("storing", len(chunked.chunks))
         recipe = task.recipe
-        if old is not None:
-            lacks_evaluation = recipe.evaluate and not old.manifest.recipe.evaluate
-            if task.refit or lacks_evaluation:
-                old = None
-        if old is None:
-            embedded = _fit_and_embed(task, chunked, corpus)
-        else:
-            embedded = _embed_new(task, chunked, old)
+        is_extended = old is not None and _is_extended(task, old)
+        if old is not None and is_extended:
+            fitted = _extend(task, chunked, old)
             recipe = msgspec.structs.replace(recipe, evaluate=old.manifest.recipe.evaluate)
+        else:
+            fitted = _fit(task, chunked, corpus, old)
 
-        manifest = _manifest_of(task, chunked, embedded, recipe, corpus)
-        _write_files(task, chunked, embedded, manifest)
+        manifest = _manifest_of(task, chunked, fitted, recipe, corpus)
+        _write_files(task, chunked, fitted, manifest)
         _record_tables(building, task.path, before, manifest)
-        _fill_store(task, manifest, embedded, old)
+        for voice in task.voices:
+            _fill_store(task, manifest, voice.name, fitted.voices[voice.name], old)
     return manifest
 
 
+def _is_extended(task: Task, old: Index) -> bool:
+    """Return whether the fit and the choices of the old index stay."""
+    before = old.manifest
+    recipe = task.recipe
+    lacks_evaluation = recipe.evaluate and not before.recipe.evaluate
+    if task.refit or lacks_evaluation or not _has_voices(before, task):
+        return False
+    same = msgspec.structs.replace(before.recipe, store=recipe.store, evaluate=recipe.evaluate)
+    return same == recipe
+
+
 def _manifest_of(
-    task: Task, chunked: Chunked, embedded: Embedded, recipe: Recipe, corpus: str
+    task: Task, chunked: Chunked, fitted: Fitted, recipe: Recipe, corpus: str
 ) -> IndexManifest:
     _, location = stores.resolve(recipe.store)
-    table = ""
-    if location:
-        place = content_hash(str(task.path.resolve()), recipe.store, embedded.fit.id)
-        table = f"farspan_{place}"
-    dim = embedded.dim
-    fit = embedded.fit
-    sets = {OWN_VECTORS: VectorSet(encoder=OWN_VECTORS, dim=dim, store=recipe.store, table=table)}
-    origin = task.origin
-    evaluation = embedded.evaluation
-    fitted_chunks = int(embedded.fitted.sum())
-    fields = _filter_fields(chunked.documents)
-    files = content_hash(origin, recipe, corpus, fit)
-    manifest = IndexManifest(
-        origin=origin,
+    sets: dict[SetName, VectorSet] = {}
+    for voice in task.voices:
+        table = ""
+        if location:
+            made_by = _vectors_id(voice, fitted.fit)
+            place = content_hash(str(task.path.resolve()), recipe.store, made_by)
+            table = f"farspan_{place}"
+        dim = fitted.voices[voice.name].dim
+        sets[voice.name] = VectorSet(dim=dim, store=recipe.store, table=table)
+    copies = task.known_copies()
+    return IndexManifest(
         recipe=recipe,
         corpus=corpus,
         source=task.source,
         documents=len(chunked.documents),
         chunks=len(chunked.chunks),
+        near_copies=copies.near,
+        exact_copies=copies.exact,
+        lexical=fitted.lexical,
         sets=sets,
-        dim=dim,
-        table=table,
-        fit=fit,
-        evaluation=evaluation,
-        fitted_chunks=fitted_chunks,
-        fields=fields,
-        files=files,
+        origin=task.origin,
+        encoder=task.encoder,
+        no_encoder=task.no_encoder,
+        fit=fitted.fit,
+        fitted_chunks=int(fitted.fitted.sum()),
+        fields=_filter_fields(chunked.documents),
+        evaluation=fitted.evaluation,
+        files=content_hash(_identities(task), recipe, corpus, fitted.fit),
     )
-    near = task.known_copies().near
-    exact = task.known_copies().exact
-    return msgspec.structs.replace(manifest, near_copies=near, exact_copies=exact)
 
 
-def _write_files(task: Task, chunked: Chunked, embedded: Embedded, manifest: IndexManifest) -> None:
+def _vectors_id(voice: VoiceModel, fit: Fit) -> str:
+    """Return what vectors of a voice depend on: a ready encoder's on no fit."""
+    return fit.id if voice.name == "own" else voice.identity
+
+
+def _write_files(task: Task, chunked: Chunked, fitted: Fitted, manifest: IndexManifest) -> None:
     """Write all but the stores."""
     files = task.path / manifest.files
     # Only a manifest that somebody changed has named this folder before.
@@ -304,43 +339,41 @@ def _write_files(task: Task, chunked: Chunked, embedded: Embedded, manifest: Ind
     folder = files / PASSAGES
     folder.mkdir(parents=True)
     documents = chunked.documents
-    passages.write(folder, documents, chunked.chunks, chunked.texts, embedded.fitted)
+    passages.write(folder, documents, chunked.chunks, chunked.texts, fitted.fitted)
 
     # BM25 also finds a document by its titles, and by those of its copies.
+    words = Words(fitted.lexical.rules)
     texts = []
     for document, text in zip(documents, task.documents, strict=True):
         titles = [document.title, *(place.title for place in document.places)]
         texts.append("\n".join([*dict.fromkeys(titles), text.text]))
-    lexical = BM25Index.build(texts, embedded.fit.k1, embedded.fit.b)
+    numbered = Numbered(map(words.of_text, texts, chunked.languages))
+    lexical = BM25Index.build(numbered, fitted.lexical.k1, fitted.lexical.b)
     lexical.save(files / LEXICAL)
-    embedded.embedder.save(files / FITTED)
+    for voice in fitted.voices.values():
+        voice.save(files)
     _seal_servers(task.path, manifest)
 
 
 def _open_reusable(task: Task, before: IndexManifest | None) -> Index | None:
-    """Open the old index if its vectors are complete, and of this model and recipe."""
+    """Open the old index if its passages are cut alike, and its vectors are complete."""
     recipe = task.recipe
-    if before is None or before.origin != task.origin:
+    if before is None:
         return None
-    same = msgspec.structs.replace(before.recipe, store=recipe.store, evaluate=recipe.evaluate)
-    if same != recipe:
+    cut = (before.recipe.version, before.recipe.chunk_tokens)
+    if cut != (recipe.version, recipe.chunk_tokens):
         return None
     another_store = before.recipe.store != recipe.store
     if another_store and not _owns_vectors(task.path, before):
         return None
-
-    def embedder(fitted: Path, of: Origin) -> Embedder:
-        return Embedder.load(task.model, task.tokenizer, fitted, task.work, task.processes)
-
     try:
         # The lock keeps others from replacing it, and its BM25 is not needed.
-        old = Index(task.path, before, embedder, "")
+        old = Index(task.path, before, task.models or NoModels(), "")
         # Reading all of it finds damage while everything can still be embedded again.
         count = len(old.documents) and sum(1 for _ in old.passages)
-        if count:
-            stored = np.isin(old.passages.rows_N["id"], old.store.ids())
-            if stored.all():
-                return old
+        ids_N = old.passages.rows_N["id"]
+        if count and all(np.isin(ids_N, store.ids()).all() for store in old.stores.values()):
+            return old
         old.close()
     except Refusal as refusal:
         code = refusal.problem.code
@@ -374,9 +407,6 @@ def _chunk_documents(task: Task, documents: list[IndexedDocument], old: Index | 
         # content gives them.
         for number, document in enumerate(old.documents):
             known.setdefault(document.key, number)
-    size = min(task.recipe.chunk_tokens, task.model.spec.context - 1)
-    size = max(size, _MIN_CHUNK_TOKENS)
-
     chunks: list[Chunk] = []
     for number, (document, text) in enumerate(zip(documents, task.documents, strict=True)):
         if old is not None and document.key in known:
@@ -384,10 +414,11 @@ def _chunk_documents(task: Task, documents: list[IndexedDocument], old: Index | 
                 chunk = old.passages.chunk(row)
                 chunks.append(msgspec.structs.replace(chunk, document=number))
         else:
-            chunks += chunk_document(text, number, task.tokenizer, size)
+            chunks += chunk_document(text, number, task.recipe.chunk_tokens)
     texts_N = np.array([text_hash(chunk.indexed) for chunk in chunks], np.int64)
     new = sum(document.key not in known for document in documents)
-    return Chunked(documents, _make_ids_unique(chunks), texts_N, new)
+    languages = detect_languages([document.text for document in task.documents])
+    return Chunked(documents, languages, _make_ids_unique(chunks), texts_N, new)
 
 
 def _make_ids_unique(chunks: list[Chunk]) -> list[Chunk]:
@@ -405,63 +436,64 @@ def _make_ids_unique(chunks: list[Chunk]) -> list[Chunk]:
     return unique
 
 
-def _fit_and_embed(task: Task, chunked: Chunked, corpus: str) -> Embedded:
-    """Embed every chunk, and fit the embedder to the documents of today."""
-    num_chunks = len(chunked.chunks)
+def _fit(task: Task, chunked: Chunked, corpus: str, old: Index | None) -> Fitted:
+    """Choose how text becomes words, fit each voice, and choose the weights of voices."""
+    recipe = task.recipe
+    chunks = chunked.chunks
     num_documents = len(chunked.documents)
     task.write_line(
-        f"embedding {counted(num_chunks, 'chunk')} of {counted(num_documents, 'document')}"
+        f"indexing {counted(num_documents, 'document')} in {counted(len(chunks), 'passage')}"
     )
-    embedder, vectors_NE, evaluation = fit_corpus(task, chunked.chunks)
-    fit = Fit(
-        id=_fit_id(task, corpus),
-        documents=num_documents,
-        chunks=num_chunks,
-        k1=evaluation.k1 if evaluation else K1,
-        b=evaluation.b if evaluation else B,
-    )
-    fitted_N = np.ones(num_chunks, bool)
-    _, dim = vectors_NE.shape
-    return Embedded(embedder, vectors_NE.__getitem__, dim, fitted_N, fit, evaluation)
+    text = mine_evaluation(task, chunks)
+    bodies = Bodies(text.bodies, chunked.languages)
+    lexical = _known_lexical(task, old, corpus)
+    if lexical is None:
+        tuning = text.queries.tuning if recipe.evaluate else []
+        languages = choose_languages(chunked.languages)
+        lexical = choose_words(bodies, tuning, languages, recipe.seed)
+    voices: dict[SetName, FittedVoice] = {}
+    sides: dict[SideName, SideVectors] = {}
+    for voice in task.voices:
+        fitted = voice.fit(task, text, chunks, old)
+        voices[voice.name] = fitted
+        sides |= fitted.sides()
+    evaluation = None
+    if recipe.evaluate and text.queries.reported:
+        owners = text.owners(chunks)
+        evaluation = evaluate(bodies, owners, text.queries, lexical, sides, recipe.seed)
+        near = task.known_copies().near
+        evaluation = msgspec.structs.replace(evaluation, near_copies=near)
+    fit = Fit(id=_fit_id(task, corpus), documents=num_documents, chunks=len(chunks))
+    return Fitted(lexical, voices, np.ones(len(chunks), bool), fit, evaluation)
 
 
-def _embed_new(task: Task, chunked: Chunked, old: Index) -> Embedded:
+def _known_lexical(task: Task, old: Index | None, corpus: str) -> LexicalChoice | None:
+    """Return how an index of the same text makes words; None where that is to be chosen."""
+    if old is None or task.refit or old.manifest.corpus != corpus:
+        return None
+    is_chosen = old.manifest.recipe.evaluate or not task.recipe.evaluate
+    return old.manifest.lexical if is_chosen else None
+
+
+def _extend(task: Task, chunked: Chunked, old: Index) -> Fitted:
     """Embed new and changed chunks under the old fit; the vectors of the others are the old
     index's."""
     manifest = old.manifest
-    chunks = chunked.chunks
     old_rows = old.passages.rows_N
-    ids_N = old_rows["id"]
-
     # The row (N) of each chunk's text in the old index, or -1.
     row_of_text = {text: row for row, text in enumerate(old_rows["text"].tolist())}
     rows_N = np.array([row_of_text.get(text, -1) for text in chunked.texts.tolist()])
-    new = np.flatnonzero(rows_N < 0)
-
+    num_new = int((rows_N < 0).sum())
     num_kept = len(chunked.documents) - chunked.new
     removed = manifest.documents - num_kept
     task.write_line(
-        f"{counted(chunked.new, 'document')} new or changed, {removed:,} gone: embedding "
-        f"{counted(len(new), 'chunk')}"
+        f"{counted(chunked.new, 'document')} new or changed, {removed:,} gone: "
+        f"{counted(num_new, 'new passage')}"
     )
-    texts = [chunks[row].indexed for row in new]
-    task.work.add_expected("embedding", sum(map(len, texts)))
-    embedder = old.embedder
-    assert isinstance(embedder, Embedder)
-    new_vectors_NE = embedder.passages(texts)
-
-    def vectors(rows: Ids) -> Vectors:
-        source_rows = rows_N[rows]
-        is_new = source_rows < 0
-        old_ids = ids_N[source_rows[~is_new]]
-        vectors_NE = np.empty((len(rows), manifest.dim), np.float32)
-        vectors_NE[is_new] = new_vectors_NE[np.searchsorted(new, rows[is_new])]
-        vectors_NE[~is_new] = old.store.vectors(old_ids.tolist())
-        return vectors_NE
-
+    voices = {voice.name: voice.extend(task, chunked.chunks, old) for voice in task.voices}
     fitted_N = old_rows["fitted"][rows_N] & (rows_N >= 0)
-    fitted_N |= _near_fitted(task.known_copies(), chunks, fitted_N)
-    return Embedded(embedder, vectors, manifest.dim, fitted_N, manifest.fit, manifest.evaluation)
+    fitted_N |= _near_fitted(task.known_copies(), chunked.chunks, fitted_N)
+    return Fitted(manifest.lexical, voices, fitted_N, manifest.fit, manifest.evaluation)
 
 
 def _near_fitted(
@@ -486,21 +518,23 @@ def _filter_fields(documents: Sequence[IndexedDocument]) -> tuple[str, ...]:
     return ("title", "origin", *[name for name in common if name not in _PAYLOAD_FIELDS])
 
 
-def _fill_store(task: Task, manifest: IndexManifest, embedded: Embedded, old: Index | None) -> None:
+def _fill_store(
+    task: Task, manifest: IndexManifest, name: SetName, voice: FittedVoice, old: Index | None
+) -> None:
     """Add to the new index's store what it lacks, and delete what the index does not have."""
     listed = passages_of(task.path, manifest)
     ids_N = listed.rows_N["id"]
     task.work.start_kind("storing")
-    with closing(_open_new_store(task.path, manifest, old)) as store:
+    with closing(_open_new_store(task, manifest, name, old)) as store:
         stored_ids = store.ids()
         new = np.flatnonzero(~np.isin(ids_N, stored_ids))
         task.work.add_done(len(ids_N) - len(new), kept=True)
         for start in range(0, len(new), _ADD_BATCH_SIZE):
             rows = new[start : start + _ADD_BATCH_SIZE]
             payloads = [_fields_of(listed, int(row), manifest) for row in rows]
-            store.add(ids_N[rows].tolist(), embedded.vectors(rows), payloads)
+            store.add(ids_N[rows].tolist(), voice.vectors(rows), payloads)
             task.work.add_done(len(rows))
-        if not manifest.table:
+        if not manifest.sets[name].table:
             _delete_others(store, stored_ids, ids_N)
         store.finish()
 
@@ -511,14 +545,24 @@ def _delete_others(store: Store, stored_ids: Ids, ids_N: Ids) -> None:
     store.delete(others.tolist())
 
 
-def _open_new_store(path: Path, manifest: IndexManifest, old: Index | None) -> Store:
-    own = manifest.sets[OWN_VECTORS]
-    place = manifest.place(path)
-    if old is not None and not own.table and old.manifest.sets[OWN_VECTORS] == own:
-        old_place = old.manifest.place(path)
+def _open_new_store(task: Task, manifest: IndexManifest, name: SetName, old: Index | None) -> Store:
+    made = manifest.sets[name]
+    place = manifest.place(task.path, name)
+    if old is not None and not made.table and _keeps_vectors(task, name, old, manifest):
+        old_place = old.manifest.place(task.path, name)
         shutil.copytree(old_place.folder, place.folder)
-        return own.module.open(place)
-    return own.module.create(place)
+        return made.module.open(place)
+    return made.module.create(place)
+
+
+def _keeps_vectors(task: Task, name: SetName, old: Index, manifest: IndexManifest) -> bool:
+    """Return whether vectors of the old index's set are those of the new one."""
+    before = old.manifest
+    if before.sets.get(name) != manifest.sets[name]:
+        return False
+    if name == "own":
+        return before.origin == task.origin and before.fit.id == manifest.fit.id
+    return before.encoder is not None and before.encoder.id == (task.encoder and task.encoder.id)
 
 
 def _fields_of(listed: Passages, row: int, manifest: IndexManifest) -> Payload:
@@ -527,7 +571,7 @@ def _fields_of(listed: Passages, row: int, manifest: IndexManifest) -> Payload:
     document = listed.documents[int(listed.rows_N["document"][row])]
     values = {name: field(document, name) for name in manifest.fields}
     payload = {name: value for name, value in values.items() if value is not None}
-    if manifest.table:
+    if manifest.servers:
         payload["text"] = listed.chunk(row).text
     return payload
 
@@ -543,10 +587,11 @@ def _record_tables(
     """Record the old and the new index's tables at servers, before any is created there."""
     tables = _recorded_tables(building)
     for index in (before, manifest):
-        if index is None or not index.table or not _owns_vectors(path, index):
+        if index is None or not index.servers or not _owns_vectors(path, index):
             continue
         for vectors in index.sets.values():
-            tables.append(ServerTable(store=vectors.store, table=vectors.table))
+            recorded = ServerTable(store=vectors.store, table=vectors.table, dim=vectors.dim)
+            tables.append(recorded)
     save(tables, building / _TABLES_FILE)
 
 
@@ -557,15 +602,15 @@ def _drop_old_vectors(
 
     A server that does not answer is reported, and does not fail the build.
     """
-    used = manifest.sets[OWN_VECTORS]
+    used = {vectors.table: name for name, vectors in manifest.sets.items() if vectors.table}
     for recorded in _recorded_tables(building):
+        vectors = VectorSet(dim=recorded.dim, store=recorded.store, table=recorded.table)
         try:
-            if recorded.table != used.table:
-                old = msgspec.structs.replace(used, store=recorded.store, table=recorded.table)
-                old.module.drop(old.place(building))
+            if recorded.table not in used:
+                vectors.module.drop(vectors.place(building))
                 continue
             ids_N = passages_of(path, manifest).rows_N["id"]
-            with closing(used.module.open(used.place(building))) as store:
+            with closing(vectors.module.open(vectors.place(building))) as store:
                 _delete_others(store, store.ids(), ids_N)
         except Refusal as refusal:
             what = refusal.problem.what

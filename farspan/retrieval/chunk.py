@@ -16,7 +16,6 @@ from itertools import accumulate
 
 import msgspec
 
-from farspan.corpus.tokenizer import Tokenizer
 from farspan.domain.corpus import Document
 from farspan.domain.struct_files import to_json
 from farspan.retrieval.outline import HeadingPaths, outline
@@ -40,8 +39,8 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     #: A hash of the chunk's text and source: it stays the same when the text around it changes.
     id: int
     document: int
-    #: Whether the chunk is of the document's head, which the evaluation leaves out of candidates.
-    head: bool
+    #: Whether the document begins with it.
+    first: bool
     title: str
     origin: str
     text: str
@@ -54,8 +53,8 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def indexed(self) -> str:
-        """The text that is embedded: a head goes with its title."""
-        return f"{self.title}\n{self.text}" if self.head else self.text
+        """The text that is embedded: the first passage goes with the title."""
+        return f"{self.title}\n{self.text}" if self.first else self.text
 
 
 def head_length(document: Document) -> int:
@@ -81,55 +80,46 @@ def bare(line: str) -> str:
     return "".join(filter(str.isalnum, line)).lower()
 
 
-def chunk_document(
-    document: Document, number: int, tokenizer: Tokenizer, size: int
-) -> Iterator[Chunk]:
-    """Yield the chunks of a document, in order, of at most `size` tokens (8 or more).
+def chunk_document(document: Document, number: int, size: int) -> Iterator[Chunk]:
+    """Yield the chunks of a document, in order, of at most `size` word pieces (8 or more), as
+    `count_pieces` estimates them.
 
-    Neighbours share at most an eighth of that. Head and body are cut apart, so that no chunk has
-    some of both. A part that is blank gives no chunk.
+    Neighbours share at most an eighth of that. A document that is blank gives no chunk.
     """
-    length = head_length(document)
     headings = outline(document)
     starts = [heading.start for heading in headings]
     paths = HeadingPaths(headings)
     repeats = Counter[str]()
-    parts = ((True, 0, document.text[:length]), (False, length, document.text[length:]))
-    for head, offset, part in parts:
-        part_headings = [at - offset for at in starts]
-        for start, stop in _split_windows(part, tokenizer, size, part_headings):
-            text = part[start:stop]
-            repeats[text] += 1
-            # The chunk's place is that of its first character that is not blank.
-            at = offset + start
-            first = at + len(text) - len(text.lstrip())
-            line = document.line and document.line + document.text.count("\n", 0, first)
-            page = document.page and document.page + document.text.count("\f", 0, first)
-            chunk_id = _chunk_id(document, head, text, repeats[text])
-            yield Chunk(
-                id=chunk_id,
-                document=number,
-                head=head,
-                title=document.title,
-                origin=document.origin,
-                text=text,
-                start=at,
-                line=line,
-                page=page,
-                headings=paths.at(first),
-            )
+    for start, stop in _split_windows(document.text, size, starts):
+        text = document.text[start:stop]
+        repeats[text] += 1
+        # The chunk's place is that of its first character that is not blank.
+        at = start + len(text) - len(text.lstrip())
+        line = document.line and document.line + document.text.count("\n", 0, at)
+        page = document.page and document.page + document.text.count("\f", 0, at)
+        first = start == 0
+        yield Chunk(
+            id=_chunk_id(document, first, text, repeats[text]),
+            document=number,
+            first=first,
+            title=document.title,
+            origin=document.origin,
+            text=text,
+            start=start,
+            line=line,
+            page=page,
+            headings=paths.at(at),
+        )
 
 
-def _chunk_id(document: Document, head: bool, text: str, repeat: int) -> int:
+def _chunk_id(document: Document, first: bool, text: str, repeat: int) -> int:
     """Return a hash below 2**63. `repeat` counts equal texts in one document."""
-    content = to_json((document.origin, document.title, document.metadata, head, text, repeat))
+    content = to_json((document.origin, document.title, document.metadata, first, text, repeat))
     digest = hashlib.sha256(content).digest()
     return int.from_bytes(digest[:8]) >> 1
 
 
-def _split_windows(
-    text: str, tokenizer: Tokenizer, size: int, headings: Sequence[int]
-) -> Iterator[tuple[int, int]]:
+def _split_windows(text: str, size: int, headings: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield the first and last character of each window.
 
     A window ends at the best place in its second half, which is before a heading where there is
@@ -138,9 +128,8 @@ def _split_windows(
     if not text.strip():
         return
     pieces = list(_split_words(text, size))
-    _, token_ends = tokenizer.encode_joined(pieces)
     chars = [0, *accumulate(map(len, pieces))]
-    tokens = [0, *accumulate(length - 1 for length in token_ends)]
+    tokens = [0, *accumulate(map(count_pieces, pieces))]
     # A piece begins with the blank space before its word, and a heading after it.
     heading_pieces = {bisect_right(chars, at) - 1 for at in headings if 0 < at < len(text)}
 
@@ -164,6 +153,14 @@ def _split_windows(
         first = last
         if last not in heading_pieces:
             first = bisect_left(tokens, tokens[last] - size // 8)
+
+
+_PIECES = re.compile(r"[^\W\d_]{1,6}|\d{1,3}|[^\w\s]|_")
+
+
+def count_pieces(text: str) -> int:
+    """Estimate the word pieces of a text."""
+    return len(_PIECES.findall(text))
 
 
 def _split_words(text: str, size: int) -> Iterator[str]:

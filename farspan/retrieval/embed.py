@@ -24,10 +24,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from farspan.corpus.tokenizer import Tokenizer
-from farspan.retrieval.bm25 import spread
 from farspan.retrieval.contrastive_fit import KINDS, embed_texts, fit_embedder
 from farspan.retrieval.index import FitSettings
 from farspan.retrieval.index_work import IndexWork
+from farspan.retrieval.names import spread
 from farspan.retrieval.pairs import Pairs
 from farspan.retrieval.passages import Damaged
 from farspan.retrieval.pooling import Processes, pool_batch
@@ -48,6 +48,10 @@ class Read(NamedTuple):
 
     bags: list[list[int]]
     pooled: Tensor
+
+    def select(self, rows: Sequence[int]) -> Read:
+        """Return the features of some of the texts."""
+        return Read([self.bags[row] for row in rows], self.pooled[list(rows)])
 
 
 class Embedder:

@@ -1,15 +1,14 @@
-"""Retrieval quality: BM25, the model before and after the fit, and hybrid search.
+"""Retrieval quality: words, each voice's vectors, and the mix that searches use.
 
 Queries are of several kinds (`queries.py`), and are reported by kind. The candidates are the
-bodies of all documents. BM25's k1 and b, the fusion weight and the default system are chosen on
-tuning queries, which are not reported.
+bodies of all documents. What is chosen is chosen on tuning queries, which are not reported
+(`choose.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import repeat
 from typing import Literal
 
 import msgspec
@@ -19,11 +18,12 @@ import numpy.typing as npt
 from farspan.domain.plan_words import join_words
 from farspan.domain.units import counted
 from farspan.report.tables import table_lines
-from farspan.retrieval.bm25 import K1, B, BM25Index, Numbered
+from farspan.retrieval.bm25 import BM25Index, Numbered
+from farspan.retrieval.choose import Bodies, LexicalChoice, MixChoice, choose_mix, score_queries
 from farspan.retrieval.hybrid_ranking import (
-    SYSTEM_NAMES,
     Nearest,
-    fuse_hybrid_scores,
+    Voice,
+    fuse_scores,
     vector_scores,
 )
 from farspan.retrieval.metrics import (
@@ -38,15 +38,10 @@ from farspan.retrieval.metrics import (
 )
 from farspan.retrieval.queries import Kind, Queries, Query
 from farspan.retrieval.stores import Scores, Vectors
+from farspan.retrieval.words import Words
 
-FUSION_WEIGHTS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0)
-#: Values of BM25 that are tried, k1 first.
-K1S = (0.6, 0.9, 1.2, 1.5, 2.0)
-BS = (0.3, 0.5, 0.75, 0.9)
 #: Means over fewer queries than this are not shown: a single query would change them too much.
 MIN_REPORTED = 5
-#: Tuning queries of a kind at which its weight is half of what it tends to.
-SHRINK = 20
 METRICS = {
     "ndcg_at_10": partial(ndcg, k=10),
     "mrr_at_10": partial(mrr, k=10),
@@ -54,6 +49,14 @@ METRICS = {
     "hit_at_1": partial(hit_rate, k=1),
     "hit_at_10": partial(hit_rate, k=10),
 }
+#: Systems that are compared: the mix with its parts, and the run's model after its fit and before.
+COMPARED = (
+    ("fused", "bm25"),
+    ("fused", "encoder"),
+    ("fused by table", "bm25"),
+    ("model", "bm25"),
+    ("model", "untuned"),
+)
 
 
 class Quality(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,14 +92,10 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Qualities by kind of query, the choices made on tuning queries, and the documents used."""
 
     kinds: dict[Kind, KindQuality]
-    #: The system that searches use. "fused" where hybrid search is better than BM25 on the tuning
-    #: queries: `gain` is the difference in mean nDCG@10 with its 95 % interval, where every kind
-    #: has the same weight.
-    default: Literal["bm25", "fused"]
-    gain: ScoreDifference | None
-    fusion_weight: float
-    k1: float
-    b: float
+    #: Weights of voices that searches use; and those for queries whose vectors a table makes, as
+    #: the encoder is not there.
+    choice: MixChoice
+    table_choice: MixChoice | None = None
     #: Documents whose titles were reported, of the validation split and of the training split where
     #: those were too few.
     val_documents: int
@@ -108,8 +107,13 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     near_copies: int = 0
     seed: int
 
+    @property
+    def default(self) -> Literal["bm25", "fused"]:
+        """The system that searches use."""
+        return "bm25" if self.choice.mix.voices == ("bm25",) else "fused"
 
-class ModelVectors(msgspec.Struct, frozen=True):
+
+class SideVectors(msgspec.Struct, frozen=True):
     """One model's vectors of body chunks (C, E), reported queries and tuning queries (Q, E)."""
 
     chunks: Vectors
@@ -117,146 +121,121 @@ class ModelVectors(msgspec.Struct, frozen=True):
     tuning: Vectors
 
 
-class ChosenSettings(msgspec.Struct, frozen=True):
-    """The settings chosen on tuning queries."""
-
-    lexical: BM25Index
-    k1: float
-    b: float
-    weight: float
-    default: Literal["bm25", "fused"]
-    gain: ScoreDifference | None
+#: Sides of an evaluation: the run's model, fitted and before that; the encoder, and queries by its
+#: table.
+SideName = Literal["model", "untuned", "untrained", "encoder", "table"]
 
 
 def evaluate(
-    bodies: Sequence[str],
+    bodies: Bodies,
     owners: npt.ArrayLike,
     queries: Queries,
-    sides: Mapping[str, ModelVectors],
+    lexical: LexicalChoice,
+    sides: Mapping[SideName, SideVectors],
     seed: int,
-    compared: Sequence[tuple[str, str]] = (
-        ("model", "untuned"),
-        ("model", "bm25"),
-        ("fused", "bm25"),
-    ),
+    compared: Sequence[tuple[str, str]] = COMPARED,
 ) -> Evaluation:
-    """Measure BM25, every side and BM25 fused with the side "model", and compare pairs of systems.
+    """Choose the weights of voices, and measure words, every side and the mixes.
 
     `bodies` are the candidates' texts, `owners[i]` is the document of body chunk i.
     """
-    chosen = choose_settings(bodies, owners, queries.tuning, sides["model"], seed)
-    N = len(bodies)
-    # Ranks of the relevant documents by system and query.
-    by_system: dict[str, list[Ints]] = {}
+    count = len(bodies.texts)
+    words = Words(lexical.rules)
+    numbered = Numbered(map(words.of_text, bodies.texts, bodies.languages))
+    bm25 = BM25Index.build(numbered, lexical.k1, lexical.b)
     nearest = {name: exact_search(owners, side.chunks) for name, side in sides.items()}
+
+    def word_scores(asked: Sequence[Query]) -> Callable[[int], Scores]:
+        return lambda row: bm25.bm25_scores(words.of_query(asked[row].text))
+
+    def side_scores(name: SideName, vectors_QE: Vectors) -> Callable[[int], Scores]:
+        return lambda row: vector_scores(nearest[name], vectors_QE[row], count)
+
+    def choose(voices: Mapping[Voice, SideName]) -> MixChoice:
+        """Choose the mix of words and these voices."""
+        scorers: dict[Voice, Callable[[int], Scores]] = {"bm25": word_scores(queries.tuning)}
+        for voice, name in voices.items():
+            scorers[voice] = side_scores(name, sides[name].tuning)
+        scored = score_queries(queries.tuning, scorers)
+        return choose_mix(scored, tuple(scorers), tuple(voices), seed)
+
+    choices = {name: MixChoice() for name in ("fused", "fused by table")}
+    by_system = {"fused": _voices_of(sides, "encoder")}
+    if "table" in sides:
+        by_system["fused by table"] = _voices_of(sides, "table")
+    if queries.tuning:
+        choices |= {system: choose(voices) for system, voices in by_system.items()}
+
+    # Ranks of the relevant documents by system and query.
+    ranks: dict[str, list[Ints]] = {}
+    reported_words = word_scores(queries.reported)
     for row, query in enumerate(queries.reported):
-        scored = {"bm25": chosen.lexical.bm25_scores(query.text)}
+        scored: dict[str, Scores] = {"bm25": reported_words(row)}
         for name, side in sides.items():
-            scored[name] = vector_scores(nearest[name], side.reported[row], N)
-        scored["fused"] = fuse_hybrid_scores(scored["bm25"], scored["model"], chosen.weight)
+            scored[name] = vector_scores(nearest[name], side.reported[row], count)
+        for system, voices in by_system.items():
+            mixed: dict[Voice, Scores] = {"bm25": scored["bm25"]}
+            for voice, name in voices.items():
+                mixed[voice] = scored[name]
+            scored[system] = fuse_scores(mixed, choices[system].mix)
         for system, scores_N in scored.items():
-            by_system.setdefault(system, []).append(relevant_ranks(scores_N, query.relevant))
+            ranks.setdefault(system, []).append(relevant_ranks(scores_N, query.relevant))
 
     kinds: dict[Kind, KindQuality] = {}
     for kind in dict.fromkeys(query.kind for query in queries.reported):
         rows = [row for row, query in enumerate(queries.reported) if query.kind == kind]
-        measured = {}
-        qualities = {}
-        for system, ranked in by_system.items():
-            values = measure_rankings([ranked[row] for row in rows])
-            means = {metric: float(values_Q.mean()) for metric, values_Q in values.items()}
-            measured[system] = values
-            qualities[system] = Quality(**means)
-        differences = []
-        for a, b in compared:
-            if a in measured and b in measured:
-                differences.append(_compare_systems(measured, a, b, seed))
         num_tuning = sum(query.kind == kind for query in queries.tuning)
-        kinds[kind] = KindQuality(
-            reported=len(rows),
-            tuning=num_tuning,
-            systems=qualities,
-            differences=tuple(differences),
-        )
+        by_kind = {system: [ranked[row] for row in rows] for system, ranked in ranks.items()}
+        kinds[kind] = _measure_kind(by_kind, num_tuning, compared, seed)
 
     titles = sum(query.kind == "title" for query in queries.reported)
-    with_body = sum(bool(body.strip()) for body in bodies)
+    with_body = sum(bool(body.strip()) for body in bodies.texts)
     return Evaluation(
         kinds=kinds,
-        default=chosen.default,
-        gain=chosen.gain,
-        fusion_weight=chosen.weight,
-        k1=chosen.k1,
-        b=chosen.b,
+        choice=choices["fused"],
+        table_choice=choices["fused by table"] if "table" in sides else None,
         val_documents=titles - queries.filling,
         train_documents=queries.filling,
-        documents=N,
+        documents=count,
         with_body=with_body,
         seed=seed,
     )
 
 
-def choose_settings(
-    bodies: Sequence[str],
-    owners: npt.ArrayLike,
-    tuning: Sequence[Query],
-    side: ModelVectors,
+def _voices_of(sides: Mapping[SideName, SideVectors], encoder: SideName) -> dict[Voice, SideName]:
+    """Return the voices that may be added to words, the one that usually finds more first."""
+    voices: dict[Voice, SideName] = {}
+    if encoder in sides:
+        voices["encoder"] = encoder
+    if "model" in sides:
+        voices["model"] = "model"
+    return voices
+
+
+def _measure_kind(
+    by_system: Mapping[str, Sequence[Ints]],
+    num_tuning: int,
+    compared: Sequence[tuple[str, str]],
     seed: int,
-) -> ChosenSettings:
-    """Choose BM25's k1 and b, the fusion weight and the default system.
-
-    The default is BM25, unless the interval of hybrid search's gain is above 0 and no kind of query
-    loses.
-    """
-    if not tuning:
-        return ChosenSettings(BM25Index.build(bodies), K1, B, 1.0, "bm25", None)
-    numbered = Numbered(bodies)
-    kinds = [query.kind for query in tuning]
-    balance_Q = _balance_kinds(kinds)
-
-    def measure_ndcg(scores: Iterable[Scores]) -> Floats:
-        values = []
-        for scores_N, query in zip(scores, tuning, strict=True):
-            values.append(ndcg(relevant_ranks(scores_N, query.relevant), 10))
-        return np.array(values)
-
-    def bm25_scores(k1: float, b: float) -> list[Scores]:
-        lexical = BM25Index.build(numbered, k1, b)
-        return [lexical.bm25_scores(query.text) for query in tuning]
-
-    def bm25_quality(k1: float, b: float) -> float:
-        return float(balance_Q @ measure_ndcg(bm25_scores(k1, b)))
-
-    k1 = max(K1S, key=lambda k1: bm25_quality(k1, B))
-    b = max(BS, key=lambda b: bm25_quality(k1, b))
-    bm25_QN = bm25_scores(k1, b)
-    nearest = exact_search(owners, side.chunks)
-    vector_QN = [vector_scores(nearest, query_E, len(bodies)) for query_E in side.tuning]
-
-    # Gain of hybrid search in nDCG@10 by fusion weight and query.
-    bm25_Q = measure_ndcg(bm25_QN)
-    gain_WQ = np.empty((len(FUSION_WEIGHTS), len(tuning)))
-    for row, weight in enumerate(FUSION_WEIGHTS):
-        fused_QN = map(fuse_hybrid_scores, bm25_QN, vector_QN, repeat(weight))
-        gain_WQ[row] = measure_ndcg(fused_QN) - bm25_Q
-
-    # Kinds with few queries count less; of weights that tie the smallest is taken.
-    counts_Q = np.array([kinds.count(kind) for kind in kinds])
-    shrunk_Q = balance_Q * (counts_Q / (counts_Q + SHRINK))
-    best = int((gain_WQ @ shrunk_Q).argmax())
-    gain_Q = gain_WQ[best]
-    balanced_Q = gain_Q * balance_Q * len(tuning)
-    gain = _score_difference("fused", "bm25", balanced_Q, seed)
-    kind_Q = np.array(kinds)
-    any_kind_loses = any(gain_Q[kind_Q == kind].mean() < 0 for kind in set(kinds))
-    is_better = gain.interval[0] > 0 and not any_kind_loses
-    return ChosenSettings(
-        lexical=BM25Index.build(numbered, k1, b),
-        k1=k1,
-        b=b,
-        weight=FUSION_WEIGHTS[best],
-        default="fused" if is_better else "bm25",
-        gain=gain,
+) -> KindQuality:
+    """Return the qualities of one kind's queries from the ranks of their answers."""
+    measured = {}
+    qualities = {}
+    num_reported = 0
+    for system, ranked in by_system.items():
+        num_reported = len(ranked)
+        measured[system] = measure_rankings(ranked)
+        means = {metric: float(values_Q.mean()) for metric, values_Q in measured[system].items()}
+        qualities[system] = Quality(**means)
+    differences = []
+    for a, b in compared:
+        if a in measured and b in measured:
+            differences.append(_compare_systems(measured, a, b, seed))
+    return KindQuality(
+        reported=num_reported,
+        tuning=num_tuning,
+        systems=qualities,
+        differences=tuple(differences),
     )
 
 
@@ -272,12 +251,6 @@ def exact_search(owners: npt.ArrayLike, chunks_CE: Vectors) -> Nearest:
         return owners_C[best], scores_C[best]
 
     return nearest
-
-
-def _balance_kinds(kinds: Sequence[Kind]) -> Floats:
-    """Return weights of queries that add up to 1, with equal sums for all kinds."""
-    num_kinds = len(set(kinds))
-    return np.array([1 / (num_kinds * kinds.count(kind)) for kind in kinds])
 
 
 def measure_rankings(rankings: Sequence[Ints]) -> dict[str, Floats]:
@@ -302,7 +275,7 @@ def _score_difference(a: str, b: str, differences_Q: Floats, seed: int) -> Score
     return ScoreDifference(a=a, b=b, metric="ndcg_at_10", mean=mean, interval=interval)
 
 
-def format_evaluation(evaluation: Evaluation) -> str:
+def format_evaluation(evaluation: Evaluation, lexical: LexicalChoice) -> str:
     """Return the evaluation as text.
 
     It has systems by kind of query, differences with intervals, and the queries and candidates.
@@ -319,7 +292,7 @@ def format_evaluation(evaluation: Evaluation) -> str:
             rows.append((system, *(f"{value:.3f}" for value in values)))
         lines += table_lines((title, "nDCG@10", "MRR@10", "recall@100"), rows, right=(1, 2, 3))
         for difference in measured.differences:
-            interval = _format_difference(difference)
+            interval = _format_interval(difference.mean, difference.interval)
             lines.append(f"{difference.a} - {difference.b}: nDCG@10 {interval}")
         lines.append("")
 
@@ -334,36 +307,41 @@ def format_evaluation(evaluation: Evaluation) -> str:
     for kind, measured in evaluation.kinds.items():
         if measured.tuning:
             tuned.append(_count_queries(measured.tuning, kind))
-    tuning = join_words(tuned) or "no queries"
-    k1 = f"{evaluation.k1:g}"
-    b = f"{evaluation.b:g}"
-    weight = f"{evaluation.fusion_weight:g}"
     documents = counted(evaluation.documents, "document")
     with_body = f"{evaluation.with_body:,}"
-    default = SYSTEM_NAMES[evaluation.default]
-    evidence = explain_default(evaluation)
     lines += [
         f"title queries: the titles of {join_words(sources)}, split at separators",
         f"candidates: {documents} without the text of the query, {with_body} of them not empty",
         *copies,
-        f"tuned on {tuning}, none of them above: BM25 with k1 {k1} and b {b}, vectors with weight "
-        f"{weight}",
-        f"default: {default}; {evidence}",
+        f"tuned on {join_words(tuned) or 'no queries'}, none of them above",
+        f"words: {format_lexical(lexical)}",
+        f"default: {evaluation.choice.mix}; {explain_choice(evaluation.choice)}",
     ]
+    if evaluation.table_choice is not None:
+        choice = evaluation.table_choice
+        lines.append(f"without the encoder: {choice.mix}; {explain_choice(choice)}")
     return "\n".join(lines)
+
+
+def format_lexical(lexical: LexicalChoice) -> str:
+    """Return how text becomes words, and BM25's k1 and b."""
+    stems = "stems" if lexical.rules.stems else "no stems"
+    stop_words = "without stop words" if lexical.rules.stop_words else "with stop words"
+    return f"{stems}, {stop_words}, BM25 with k1 {lexical.k1:g} and b {lexical.b:g}"
 
 
 def _count_queries(number: int, kind: Kind) -> str:
     return counted(number, "own query" if kind == "own" else f"{kind} query")
 
 
-def explain_default(evaluation: Evaluation) -> str:
-    """Return the evidence for the default system."""
-    if evaluation.gain is None:
-        return "there are no tuning queries to choose by"
-    return f"fused - bm25 on tuning queries: nDCG@10 {_format_difference(evaluation.gain)}"
+def explain_choice(choice: MixChoice) -> str:
+    """Return the evidence for the weights of voices."""
+    if choice.mix.voices == ("bm25",):
+        return "no other voice was better than words for certain on tuning queries"
+    interval = _format_interval(choice.gain, choice.interval)
+    return f"beyond words on tuning queries: nDCG@10 {interval}"
 
 
-def _format_difference(difference: ScoreDifference) -> str:
-    low, high = difference.interval
-    return f"{difference.mean:+.3f} (95 % interval {low:+.3f} to {high:+.3f})"
+def _format_interval(mean: float, interval: tuple[float, float]) -> str:
+    low, high = interval
+    return f"{mean:+.3f} (95 % interval {low:+.3f} to {high:+.3f})"

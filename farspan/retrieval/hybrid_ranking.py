@@ -1,23 +1,35 @@
-"""How documents are ranked for a query: BM25, vectors, and both. Search and its evaluation share
-every line of it."""
+"""How documents are ranked for a query: by words, by vectors, and by a mix of both. Search and its
+evaluation share every line of it.
+
+Each voice (BM25, the run's own vectors, a ready encoder's) scores documents on a scale of its own.
+A query's scores are brought to [0, 1] before they are weighted and added: a convex combination, as
+arXiv 2210.11934 recommends.
+"""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from farspan.retrieval.bm25 import split_name
+from farspan.retrieval.names import query_form as query_form
 from farspan.retrieval.stores import Scores, Vectors
 
-System = Literal["bm25", "model", "fused"]
+Voice = Literal["bm25", "model", "encoder"]
+System = Literal["bm25", "model", "encoder", "fused"]
 SYSTEM_NAMES: dict[System, str] = {
     "bm25": "keyword search (BM25)",
     "model": "vector search",
-    "fused": "hybrid search (BM25 and vectors)",
+    "encoder": "vector search by the encoder",
+    "fused": "hybrid search",
+}
+VOICE_NAMES: dict[Voice, str] = {
+    "bm25": "BM25",
+    "model": "the run's vectors",
+    "encoder": "the encoder's vectors",
 }
 #: Documents that vectors propose for a query; others get nothing from them.
 DEPTH = 100
@@ -27,13 +39,51 @@ CHUNKS = 4 * DEPTH
 Ints = npt.NDArray[np.integer[Any]]
 #: What gives the passages nearest to a vector, this many at most: their documents, and cosines.
 Nearest = Callable[[Vectors, int], tuple[Ints, Scores]]
+Weight = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
-def query_form(text: str) -> str:
-    """Return a query as it is embedded: names split as BM25 splits them, one space before each word
-    as inside a text."""
-    pieces = itertools.chain.from_iterable(map(split_name, text.split()))
-    return "".join(f" {part}" for part in pieces)
+class Mix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Weights of voices that add up to 1; a voice of weight 0 is not asked."""
+
+    bm25: Weight = 1.0
+    model: Weight = 0.0
+    encoder: Weight = 0.0
+
+    def __post_init__(self) -> None:
+        if abs(self.bm25 + self.model + self.encoder - 1) > 1e-6:
+            raise ValueError("the weights of voices do not add up to 1")
+
+    @property
+    def voices(self) -> tuple[Voice, ...]:
+        """Voices that count, the heaviest first."""
+        weights = self.weights
+        return tuple(sorted(weights, key=lambda voice: -weights[voice]))
+
+    @property
+    def weights(self) -> dict[Voice, float]:
+        """The weights above 0."""
+        every: dict[Voice, float] = {
+            "bm25": self.bm25,
+            "model": self.model,
+            "encoder": self.encoder,
+        }
+        return {voice: weight for voice, weight in every.items() if weight > 0}
+
+    def without(self, voice: Voice) -> Mix:
+        """Return the mix of the other voices, in the same proportions; BM25 where none is left."""
+        kept = {name: weight for name, weight in self.weights.items() if name != voice}
+        total = sum(kept.values())
+        if not total:
+            return WORDS_ALONE
+        shares = {name: weight / total for name, weight in kept.items()}
+        return Mix(**({"bm25": 0.0} | shares))
+
+    def __str__(self) -> str:
+        weights = self.weights
+        return " + ".join(f"{weights[voice]:.2g} x {VOICE_NAMES[voice]}" for voice in self.voices)
+
+
+WORDS_ALONE = Mix()
 
 
 def vector_scores(nearest: Nearest, vector_E: Vectors, count: int) -> Scores:
@@ -55,6 +105,31 @@ def best_by_document(documents: Ints, similarities: npt.NDArray[np.floating], co
     return scores_N
 
 
-def fuse_hybrid_scores(lexical_N: Scores, vectors_N: Scores, weight: float) -> Scores:
-    """BM25 as a share of the query's best, plus `weight` times the cosine."""
-    return lexical_N / max(float(lexical_N.max(initial=0)), 1e-9) + weight * vectors_N
+def normalize_scores(voice: Voice, scores_N: Scores) -> Scores:
+    """Return one query's scores of a voice between 0 and 1, its best document at 1.
+
+    BM25 is 0 without a shared word, so it is divided by its best. Cosines of the documents found
+    lie close together: their lowest becomes 0.
+    """
+    found = scores_N > 0
+    if not found.any():
+        return scores_N
+    best = float(scores_N.max())
+    if voice == "bm25":
+        return scores_N / np.float32(best)
+    lowest = float(scores_N[found].min())
+    if best == lowest:
+        return found.astype(np.float32)
+    return np.where(found, (scores_N - lowest) / np.float32(best - lowest), np.float32(0))
+
+
+def fuse_scores(scores: Mapping[Voice, Scores], mix: Mix) -> Scores:
+    """Return the weighted sum of normalized scores. What any voice found stays above 0."""
+    first, *_ = scores.values()
+    fused_N = np.zeros(len(first), np.float32)
+    found_N = np.zeros(len(first), bool)
+    for voice, weight in mix.weights.items():
+        if voice in scores:
+            fused_N += np.float32(weight) * normalize_scores(voice, scores[voice])
+            found_N |= scores[voice] > 0
+    return np.maximum(fused_N, found_N * np.float32(1e-6))

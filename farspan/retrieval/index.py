@@ -2,9 +2,10 @@
 
     index.json                   what it was made from, how, how well it searches, and FOLDER
     FOLDER/passages/             documents and their chunks (farspan.retrieval.passages)
-    FOLDER/fitted.safetensors    what was fitted to the corpus
-    FOLDER/store/NAME/           a set of vectors, unless it lies at a server
     FOLDER/bm25/
+    FOLDER/store/NAME/           a set of vectors, unless it lies at a server
+    FOLDER/fitted.safetensors    what was fitted to the corpus for the run's own vectors
+    FOLDER/queries.safetensors   the table that makes vectors of queries without the encoder
 
 A new index gets a folder of its own, and takes the old one's place as the manifest is renamed over
 the old one. Nothing here imports PyTorch: words alone are searched without a model.
@@ -12,7 +13,6 @@ the old one. Nothing here imports PyTorch: words alone are searched without a mo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -28,9 +28,11 @@ from farspan.domain.struct_files import ContentHash, load
 from farspan.domain.suggest import advise
 from farspan.retrieval import stores
 from farspan.retrieval.bm25 import BM25Index
+from farspan.retrieval.choose import LexicalChoice
 from farspan.retrieval.evaluate import Evaluation
 from farspan.retrieval.passages import Damaged, IndexedDocument, Passages
 from farspan.retrieval.stores import Store, StoreLocation, StoreModule, Vectors
+from farspan.retrieval.words import Words
 
 INDEX_MANIFEST = "index.json"
 PASSAGES = "passages"
@@ -38,8 +40,11 @@ LEXICAL = "bm25"
 FITTED = "fitted.safetensors"
 STORE_FOLDER = "store"
 SEAL = "seal"
-#: The set of vectors that the run's own model makes, under the index's fit.
-OWN_VECTORS = "own"
+QUERY_TABLE = "queries.safetensors"
+#: The set of vectors that the run's own model makes, under the index's fit; and a ready encoder's.
+SetName = Literal["own", "encoder"]
+OWN_VECTORS: Literal["own"] = "own"
+ENCODER_VECTORS: Literal["encoder"] = "encoder"
 #: A new fit is due when so many of the chunks, or of those that the fit was made to, are not of
 #: both.
 DRIFT = 0.2
@@ -68,8 +73,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How an index is made. `seed` is the untrained model's, the choice of queries' and the
     bootstrap's."""
 
-    #: At most so many tokens a chunk, and no more than the model reads after the end of text that
-    #: comes first.
+    #: At most so many word pieces a chunk, as `chunk.py` estimates them.
     chunk_tokens: int = 128
     fit: FitSettings = FitSettings()
     #: `NAME` or `NAME:LOCATION`, as in run.yaml.
@@ -78,18 +82,25 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     #: Whether it is measured how well the index searches.
     evaluate: bool = True
     #: Raised whenever the same fields come to give another index.
-    version: int = 8
+    version: int = 9
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What vectors were fitted to, and the evaluation was made over: documents, and their chunks.
-    `k1` and `b` are what BM25 was found best with."""
+    """The documents, and their chunks, that vectors were fitted to and the evaluation was made
+    over."""
 
     id: str
     documents: int
     chunks: int
-    k1: float
-    b: float
+
+
+class EncoderIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A ready encoder, known by the hash of its files."""
+
+    id: ContentHash
+    name: str
+    #: The folder that it was found in; another with the same files will do.
+    folder: str
 
 
 #: What a table or collection of an index is called at a server; empty for a store in a folder.
@@ -108,10 +119,9 @@ class IndexFingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class VectorSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A vector of every passage by one encoder, in a store: `NAME` or `NAME:LOCATION`, as in
+    """A vector of every passage by one model, in a store: `NAME` or `NAME:LOCATION`, as in
     run.yaml."""
 
-    encoder: str
     dim: Annotated[int, msgspec.Meta(ge=1)]
     store: str
     table: Table
@@ -134,7 +144,6 @@ class IndexManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """`evaluation` is None where it was left out, and where no document has a body of a few words
     to be found by."""
 
-    origin: Origin
     recipe: Recipe
     #: Hash of the documents, and the fingerprint of the source that they were read from; empty
     #: where it was not there.
@@ -146,12 +155,15 @@ class IndexManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     #: documents, where exact copies stand.
     near_copies: int = 0
     exact_copies: int = 0
-    #: Sets of vectors by their names; and the numbers of a vector, the metric and the table of the
-    #: run's own.
-    sets: dict[Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9_]+\Z")], VectorSet]
-    dim: int
+    lexical: LexicalChoice
+    #: Sets of vectors by their names: the run's own, and a ready encoder's.
+    sets: dict[SetName, VectorSet]
+    #: The model of the run's own vectors, and the ready encoder; None without such vectors.
+    origin: Origin | None = None
+    encoder: EncoderIdentity | None = None
+    #: Why there are no vectors of a ready encoder; empty where there are, or none were asked for.
+    no_encoder: str = ""
     metric: Literal["cosine"] = "cosine"
-    table: Table
     fit: Fit
     #: Chunks of today that the fit was made to.
     fitted_chunks: int
@@ -162,8 +174,10 @@ class IndexManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     files: ContentHash
 
     def __post_init__(self) -> None:
-        if OWN_VECTORS not in self.sets:
-            raise ValueError(f"there is no set of vectors {OWN_VECTORS!r}")
+        if (self.origin is None) == (OWN_VECTORS in self.sets):
+            raise ValueError(f"{OWN_VECTORS!r} vectors and their model come together")
+        if (self.encoder is None) == (ENCODER_VECTORS in self.sets):
+            raise ValueError(f"{ENCODER_VECTORS!r} vectors and their model come together")
 
     @property
     def fit_is_due(self) -> bool:
@@ -171,9 +185,20 @@ class IndexManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return self.fitted_chunks < (1 - DRIFT) * max(self.chunks, self.fit.chunks)
 
     @property
-    def about(self) -> IndexFingerprint:
+    def best_set(self) -> SetName | None:
+        """The set whose vectors say best what passages are alike; None without any."""
+        names: tuple[SetName, ...] = ("encoder", "own")
+        return next((name for name in names if name in self.sets), None)
+
+    def about(self, name: SetName) -> IndexFingerprint:
+        """Return what made the vectors of a set."""
+        dim = self.sets[name].dim
+        if name == ENCODER_VECTORS:
+            assert self.encoder is not None
+            return IndexFingerprint(model=self.encoder.id, tokenizer="", fit="", dim=dim)
+        assert self.origin is not None
         return IndexFingerprint(
-            model=self.origin.model, tokenizer=self.origin.tokenizer, fit=self.fit.id, dim=self.dim
+            model=self.origin.model, tokenizer=self.origin.tokenizer, fit=self.fit.id, dim=dim
         )
 
     @property
@@ -182,35 +207,54 @@ class IndexManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         stores = {vectors.store for vectors in self.sets.values() if vectors.table}
         return " ".join(sorted(stores))
 
-    def place(self, path: Path, name: str = OWN_VECTORS) -> StoreLocation:
+    def place(self, path: Path, name: SetName) -> StoreLocation:
         """Where a set of vectors of the index at `path` lies."""
         return self.sets[name].place(path / self.files / STORE_FOLDER / name)
 
 
 class QueryEmbedder(Protocol):
-    """What makes vectors of queries: `farspan.retrieval.embed.Embedder`."""
+    """What makes vectors of queries: `Embedder` of `embed.py`, a ready encoder, or a table."""
 
     def queries(self, texts: list[str]) -> Vectors: ...
 
 
-class Index:
-    """An index that is open; what of it a search does not need is not read. Close it after use.
+class QueryModels(Protocol):
+    """Finds the models that make vectors of queries, once a query is to be embedded."""
 
-    `embedder` is called with the file of the fit, once a query is to be embedded.
-    """
+    def own(self, fitted: Path, origin: Origin) -> QueryEmbedder:
+        """Return the run's own embedder. Refuse (no-index) where the run has another model."""
+
+    def encoder(self, identity: EncoderIdentity) -> QueryEmbedder | None:
+        """Return the ready encoder; None where it is not on this machine."""
+
+
+class NoModels:
+    """Finds no model: for reading an index, and searches by words."""
+
+    def own(self, fitted: Path, origin: Origin) -> QueryEmbedder:
+        raise Refusal(
+            "no-index",
+            what="the index has vectors of a run's model, and no run was named",
+            where=fitted,
+            fact=f"model: {origin.model}",
+            remedy="farspan search --system bm25",
+        )
+
+    def encoder(self, identity: EncoderIdentity) -> QueryEmbedder | None:
+        return None
+
+
+class Index:
+    """An index that is open; what of it a search does not need is not read. Close it after use."""
 
     def __init__(
-        self,
-        path: Path,
-        manifest: IndexManifest,
-        embedder: Callable[[Path, Origin], QueryEmbedder],
-        remedy: str,
+        self, path: Path, manifest: IndexManifest, models: QueryModels, remedy: str
     ) -> None:
         self.path = path
         self.manifest = manifest
-        self._embedder = embedder
+        self._models = models
         self._remedy = remedy
-        self._files = path / manifest.files
+        self.files = path / manifest.files
         self.passages = passages_of(path, manifest)
         self._closing = ExitStack()
 
@@ -218,7 +262,7 @@ class Index:
     def open(
         cls,
         path: Path,
-        embedder: Callable[[Path, Origin], QueryEmbedder],
+        models: QueryModels,
         *,
         remedy: str,
         vectors: bool = True,
@@ -232,7 +276,7 @@ class Index:
         while True:
             manifest = read_manifest(path, remedy)
             try:
-                index = cls(path, manifest, embedder, remedy)
+                index = cls(path, manifest, models, remedy)
                 # All that a search may need is opened now: a new index may take this one's files
                 # away.
                 for part in ("lexical", "documents", *(("stores",) if vectors else ())):
@@ -254,7 +298,7 @@ class Index:
     @cached_property
     def lexical(self) -> BM25Index:
         try:
-            lexical = BM25Index.load(self._files / LEXICAL)
+            lexical = BM25Index.load(self.files / LEXICAL)
         except Exception as error:  # What damaged files lead to is not said.
             raise Damaged(self.path, f"{LEXICAL}: {error}") from None
         if lexical.count != self.manifest.documents:
@@ -273,27 +317,50 @@ class Index:
         return named
 
     @cached_property
-    def embedder(self) -> QueryEmbedder:
-        """Return the embedder. Refuse (no-index) where the run has another model than the index."""
-        return self._embedder(self._files / FITTED, self.manifest.origin)
+    def words(self) -> Words:
+        """What makes words of queries and passages, as the index made them."""
+        return Words(self.manifest.lexical.rules)
 
     @cached_property
-    def stores(self) -> dict[str, Store]:
+    def own(self) -> QueryEmbedder:
+        """The run's own embedder. Refuse (no-index) where the run has another model."""
+        assert self.manifest.origin is not None
+        return self._models.own(self.files / FITTED, self.manifest.origin)
+
+    @cached_property
+    def encoder(self) -> QueryEmbedder | None:
+        """The ready encoder; None where the index has no vectors of one, or it is not here."""
+        identity = self.manifest.encoder
+        return None if identity is None else self._models.encoder(identity)
+
+    @cached_property
+    def query_table(self) -> QueryEmbedder | None:
+        """What makes vectors of queries in the encoder's place; None without a table."""
+        if self.manifest.encoder is None:
+            return None
+        from farspan.retrieval.encoders.query_table import QueryTable
+
+        try:
+            table = QueryTable.load(self.files / QUERY_TABLE)
+        except Exception as error:  # What damaged files lead to is not said.
+            raise Damaged(self.path, f"{QUERY_TABLE}: {error}") from None
+        dim = self.manifest.sets[ENCODER_VECTORS].dim
+        if table.dim != dim:
+            raise Damaged(self.path, f"{QUERY_TABLE} has vectors of {table.dim}, not {dim}")
+        return table
+
+    @cached_property
+    def stores(self) -> dict[SetName, Store]:
         """The store of each set of vectors."""
-        opened = {}
+        opened: dict[SetName, Store] = {}
         for name, vectors in self.manifest.sets.items():
             opened[name] = vectors.module.open(self.manifest.place(self.path, name))
             self._closing.callback(opened[name].close)
         return opened
 
-    @property
-    def store(self) -> Store:
-        """The store of the vectors that searches ask."""
-        return self.stores[OWN_VECTORS]
-
-    def vectors(self, rows: npt.NDArray[np.integer[Any]]) -> Vectors:
-        """Return the vectors (N, E) of passages."""
-        return self.store.vectors(self.passages.rows_N["id"][rows].tolist())
+    def vectors(self, rows: npt.NDArray[np.integer[Any]], name: SetName) -> Vectors:
+        """Return the vectors (N, E) of passages in a set."""
+        return self.stores[name].vectors(self.passages.rows_N["id"][rows].tolist())
 
     def masked(self, where: dict[str, str]) -> np.ndarray:
         """Which documents (N) have these values in these fields, in one of their places; refuses

@@ -13,8 +13,9 @@ import numpy.typing as npt
 from farspan.domain.corpus import Document
 from farspan.retrieval.bm25 import BM25Index
 from farspan.retrieval.chunk import Chunk
-from farspan.retrieval.hybrid_ranking import query_form
+from farspan.retrieval.names import query_form
 from farspan.retrieval.queries import opening_of
+from farspan.retrieval.words import Words
 
 #: Passages of a document at most that its title and its opening belong to: the first ones say best
 #: what it is about.
@@ -85,12 +86,13 @@ def _mine_hard_negatives(
     `excluded`."""
     if not asked:
         return []
-    lexical = BM25Index.build(passages)
+    words = Words()
+    lexical = BM25Index.build(map(words.of_text, passages))
     usable_N = ~np.isin(groups, list(excluded))
     count = min(NUM_NEGATIVES + MAX_PASSAGES_OF_TITLE, len(passages))
     mined = []
     for text, documents in zip(asked, own, strict=True):
-        scores_N = np.where(usable_N, lexical.bm25_scores(text), 0)
+        scores_N = np.where(usable_N, lexical.bm25_scores(words.of_query(text)), 0)
         first = np.argpartition(-scores_N, count - 1)[:count]
         mined.append(
             [

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from farspan.domain.corpus import Document, Place
 from farspan.domain.escapes import shell_word
+from farspan.domain.index_folder import INDEX_CONFIG
 from farspan.domain.own_files import open_own
 from farspan.domain.problems import Refusal, command
 from farspan.domain.struct_files import content_hash
@@ -38,6 +39,11 @@ ROW = np.dtype(
 Rows = npt.NDArray[Any]
 
 
+def rebuild_command(home: Path) -> str:
+    """Return the command that makes the index in a run's folder, or in one of its own."""
+    return command("index" if (home / INDEX_CONFIG).exists() else "embed", home)
+
+
 class Damaged(Refusal):
     """A file of the index at `index`, in the folder of its run, is not what it was."""
 
@@ -47,7 +53,7 @@ class Damaged(Refusal):
             what="the index is damaged",
             where=index,
             fact=fact,
-            remedy=f"rm -r {shell_word(index)} && {command('embed', index.parent)}",
+            remedy=f"rm -r {shell_word(index)} && {rebuild_command(index.parent)}",
         )
 
 

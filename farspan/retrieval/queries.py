@@ -1,6 +1,7 @@
 """Queries mined from a corpus, with the documents that answer them: titles, questions, openings.
 
-A title query is the title with its separators split. A question is a heading that ends in a
+A title query is the title with its separators split; asked, it stands in a question as people begin
+one. A question is a heading that ends in a
 question mark. An opening is a document's first line as it stands: it summarizes the document in a
 sentence, as people ask, and every corpus has some. A query's text is removed from the candidates.
 """
@@ -17,12 +18,12 @@ import numpy as np
 
 from farspan.corpus.distinct_texts import Copies
 from farspan.domain.corpus import Document, Heading
-from farspan.retrieval.bm25 import split_words
 from farspan.retrieval.chunk import Chunk, bare, head_length
-from farspan.retrieval.hybrid_ranking import query_form
+from farspan.retrieval.names import query_form
 from farspan.retrieval.outline import outline
+from farspan.retrieval.word_parts import count_words
 
-Kind = Literal["title", "question", "opening", "own"]
+Kind = Literal["title", "asked", "question", "opening", "own"]
 #: Documents whose titles and openings are reported: at least, as far as the corpus has them, and at
 #: most; and those of the tuning queries. The same limits hold for documents with questions.
 MIN_REPORTED_DOCUMENTS = 500
@@ -33,6 +34,17 @@ MIN_BODY_WORDS = 5
 #: A line of fewer words is a name rather than an opening, and a heading of fewer no question.
 MIN_OPENING_WORDS = 4
 MIN_QUESTION_WORDS = 3
+
+
+#: How people ask for what a title names. The words around it find nothing, and must cost nothing.
+QUESTION_FORMS = (
+    "how do I {}",
+    "what is {}",
+    "how does {} work",
+    "where is {} explained",
+    "how to use {}",
+    "can someone explain {} to me",
+)
 
 
 class Query(msgspec.Struct, frozen=True):
@@ -72,10 +84,13 @@ def body_of(document: Document) -> str:
     return without_questions(document.text[start:], start, question_lines(document))
 
 
-def passage_of(chunk: Chunk, questions: Sequence[TextLine]) -> str:
-    """Return the embedded text of a chunk, without questions of its document."""
-    prefix_length = len(chunk.indexed) - len(chunk.text)
-    return without_questions(chunk.indexed, chunk.start - prefix_length, questions)
+def body_of_chunk(chunk: Chunk, head: int, questions: Sequence[TextLine]) -> str:
+    """Return the text of a chunk without its document's first `head` characters and questions;
+    empty where it is only that."""
+    skipped = max(head - chunk.start, 0)
+    if skipped >= len(chunk.text):
+        return ""
+    return without_questions(chunk.text[skipped:], chunk.start + skipped, questions)
 
 
 class TextLine(NamedTuple):
@@ -134,13 +149,13 @@ def opening_of(document: Document) -> str:
     head = document.text[: head_length(document)]
     lines = [line.strip() for line in head.splitlines() if line.strip()]
     line = lines[-1] if lines else ""
-    if len(split_words(line)) < MIN_OPENING_WORDS or bare(line) == bare(document.title):
+    if count_words(line) < MIN_OPENING_WORDS or bare(line) == bare(document.title):
         return ""
     return line
 
 
 def _is_question(line: str) -> bool:
-    return line.rstrip().endswith("?") and len(split_words(line)) >= MIN_QUESTION_WORDS
+    return line.rstrip().endswith("?") and count_words(line) >= MIN_QUESTION_WORDS
 
 
 def choose_queries(
@@ -168,7 +183,7 @@ def choose_queries(
     own = [Query(query.text, groups.with_near_copies(query.relevant), query.kind) for query in own]
     judged = _relevant_documents(own)
     titled = [n for n in range(copies.kept) if groups.forms[n].strip()]
-    eligible = [n for n in titled if len(split_words(bodies[n])) >= MIN_BODY_WORDS]
+    eligible = [n for n in titled if count_words(bodies[n]) >= MIN_BODY_WORDS]
     eligible = [int(n) for n in rng.permutation(eligible) if n not in judged]
 
     # Questions: validation and half of the training documents are reported, the rest tuned on.
@@ -232,11 +247,14 @@ class _AnswerGroups:
         return tuple(sorted(set(chain.from_iterable(members))))
 
     def name_queries(self, numbers: Sequence[int]) -> list[Query]:
-        """Return title and opening queries for documents."""
+        """Return title queries, alone and in a question, and opening queries for documents."""
         queries = []
         for number in numbers:
             relevant = self.answers_to(number)
-            queries.append(Query(self.forms[number], relevant))
+            title = self.forms[number]
+            queries.append(Query(title, relevant))
+            question = QUESTION_FORMS[number % len(QUESTION_FORMS)]
+            queries.append(Query(question.format(title.strip()), relevant, "asked"))
             opening = opening_of(self._documents[number])
             if opening:
                 queries.append(Query(opening, relevant, "opening"))

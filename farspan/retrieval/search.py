@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 import re
-import textwrap
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,22 +16,37 @@ from farspan.domain.corpus import Place, cite_place
 from farspan.domain.notebook import html_table
 from farspan.domain.problems import Refusal
 from farspan.domain.units import counted
-from farspan.retrieval.bm25 import NAME, content_words, split_words
+from farspan.retrieval.choose import MixChoice
 from farspan.retrieval.chunk import Chunk
+from farspan.retrieval.evaluate import explain_choice
 from farspan.retrieval.hybrid_ranking import (
     DEPTH,
     SYSTEM_NAMES,
+    VOICE_NAMES,
+    WORDS_ALONE,
     Ints,
+    Mix,
     System,
-    fuse_hybrid_scores,
+    Voice,
+    fuse_scores,
     query_form,
     vector_scores,
 )
-from farspan.retrieval.index import Index, IndexManifest, Recipe
+from farspan.retrieval.index import (
+    ENCODER_VECTORS,
+    OWN_VECTORS,
+    Index,
+    IndexManifest,
+    QueryEmbedder,
+    Recipe,
+    SetName,
+)
 from farspan.retrieval.passages import IndexedDocument
+from farspan.retrieval.snippets import find_marks, make_snippet
 from farspan.retrieval.stores import Scores, Vectors
 
-SNIPPET_CHARS = 300
+#: The set of vectors of each voice.
+SETS: dict[Voice, SetName] = {"model": OWN_VECTORS, "encoder": ENCODER_VECTORS}
 #: Random strings that the nearest passage is compared to: of 20 queries without meaning one comes
 #: nearer than 19 of them, a level of 5 %. Their letters are drawn from sampled passages.
 NUM_RANDOM_QUERIES = 19
@@ -87,6 +102,10 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     query: str
     system: System
     why: str
+    #: The voices that ranked, the heaviest first; `by_table`: the query's vector for the encoder's
+    #: passages came from a table.
+    voices: tuple[Voice, ...] = ("bm25",)
+    by_table: bool = False
     unknown_words: bool = False
     results: tuple[Result, ...]
     total: int = 0
@@ -95,6 +114,10 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     def ranked_by(self) -> str:
         """The system that ranked the documents, in a few words."""
         name = SYSTEM_NAMES[self.system]
+        if self.system == "fused":
+            name = f"{name} ({' and '.join(VOICE_NAMES[voice] for voice in self.voices)})"
+        if self.by_table:
+            name = f"{name}, the query by a table"
         return f"{name}: {NO_WORD}" if self.unknown_words else name
 
     def __repr__(self) -> str:
@@ -123,47 +146,139 @@ def search(
     `system` ranks them; by default, the one that the index's evaluation chose. `where` filters by
     the values of fields. Raises Refusal (usage) for a field that does not exist.
     """
-    evaluation = index.manifest.evaluation
     filters = dict(where or {})
     mask_N = index.masked(filters) if filters else None
 
     # A query that is a document's whole title finds that document before those that mention it.
-    words_N = index.lexical.bm25_scores(query)
+    words_N = index.lexical.bm25_scores(index.words.of_query(query))
     titled = index.named.get(query.strip().lower(), [])
     words_N[titled] += words_N.max(initial=0)
     known = bool(words_N.any())
-    chosen, why = (system, "asked for") if system else _default_system(index.manifest, known)
+    ranking_by = choose_ranking(index, system, known)
     if mask_N is not None:
         words_N = np.where(mask_N, words_N, np.float32(0))
 
-    scores_N = words_N
-    vector_E = None
-    if chosen != "bm25":
-        vector_E = index.embedder.queries([query_form(query)])[0]
-        scores_N = _vector_scores(index, vector_E, filters, mask_N)
+    scores: dict[Voice, Scores] = {"bm25": words_N}
+    vectors: dict[SetName, Vectors] = {}
+    for voice in ranking_by.mix.voices:
+        if voice != "bm25":
+            name = SETS[voice]
+            embedder = ranking_by.embedders[voice]
+            text = query_form(query) if name == OWN_VECTORS else query
+            vectors[name] = embedder.queries([text])[0]
+            scores[voice] = _vector_scores(index, name, vectors[name], filters, mask_N)
     if not known and system is None:
-        threshold = chance_cosine(index, query, filters)
-        scores_N[scores_N <= threshold] = 0
-    if chosen == "fused":
-        weight = evaluation.fusion_weight if evaluation else 1.0
-        scores_N = fuse_hybrid_scores(words_N, scores_N, weight)
+        for voice, name in SETS.items():
+            if voice in scores:
+                threshold = chance_cosine(index, name, ranking_by.embedders[voice], query, filters)
+                scores[voice][scores[voice] <= threshold] = 0
+    single = ranking_by.mix.voices if len(ranking_by.mix.voices) == 1 else ()
+    scores_N = scores[single[0]] if single else fuse_scores(scores, ranking_by.mix)
 
     # A document that is blank but for its title has no passage to show.
     matched = np.flatnonzero((scores_N > 0) & index.passages.shown_N)
     ranking = matched[np.argsort(-scores_N[matched], kind="stable")]
     best = ranking[offset : offset + k].tolist()
-    results = _collect_results(index, query, best, scores_N, words_N, vector_E)
+    results = _collect_results(index, query, best, scores_N, words_N, vectors, ranking_by.mix)
     return Answer(
         query=query,
-        system=chosen,
-        why=why,
+        system=ranking_by.system,
+        why=ranking_by.why,
+        voices=ranking_by.mix.voices,
+        by_table=ranking_by.by_table,
         unknown_words=not known,
         results=tuple(results),
         total=len(ranking),
     )
 
 
-def chance_cosine(index: Index, query: str, where: Mapping[str, str]) -> float:
+class RankingBy(NamedTuple):
+    """What ranks documents for a query: weights of voices, what embeds the query for each, and
+    why."""
+
+    system: System
+    mix: Mix
+    embedders: dict[Voice, QueryEmbedder]
+    why: str
+    by_table: bool = False
+
+
+def choose_ranking(index: Index, system: System | None, known: bool) -> RankingBy:
+    """Return what ranks documents: the system that was asked for, else what was chosen on tuning
+    queries, of what is there.
+
+    `known`: whether the index has any word of the query. Raises Refusal (usage) for a system whose
+    vectors the index lacks, and (no-index) for a run with another model.
+    """
+    manifest = index.manifest
+    encoder = index.encoder
+    by_table = encoder is None and manifest.encoder is not None
+    if by_table:
+        encoder = index.query_table
+    evaluation = manifest.evaluation
+    choice = MixChoice()
+    if evaluation is not None:
+        choice = evaluation.choice
+        if by_table and evaluation.table_choice is not None:
+            choice = evaluation.table_choice
+
+    mix = choice.mix
+    if system == "bm25" or not manifest.sets:
+        mix = WORDS_ALONE
+    elif system in ("model", "encoder"):
+        mix = Mix(**{"bm25": 0.0, system: 1.0})
+    elif system == "fused" and mix == WORDS_ALONE:
+        mix = _even_mix(manifest)
+    elif system is None and not known:
+        mix = _even_mix(manifest).without("bm25")
+
+    embedders: dict[Voice, QueryEmbedder] = {}
+    if "encoder" in mix.weights:
+        if encoder is None:
+            raise _refuse_system(index, "encoder")
+        embedders["encoder"] = encoder
+    if "model" in mix.weights:
+        if OWN_VECTORS not in manifest.sets:
+            raise _refuse_system(index, "model")
+        embedders["model"] = index.own
+    if system:
+        why = "asked for"
+    elif not known and embedders:
+        why = NO_WORD
+    elif evaluation is None:
+        why = not_evaluated(manifest.recipe)
+    else:
+        why = explain_choice(choice)
+    named = system or _system_of(mix)
+    return RankingBy(named, mix, embedders, why, by_table and "encoder" in embedders)
+
+
+def _even_mix(manifest: IndexManifest) -> Mix:
+    """Return words and the index's best vectors in equal parts, which nothing was measured for."""
+    if manifest.best_set is None:
+        return WORDS_ALONE
+    voice = "encoder" if manifest.best_set == ENCODER_VECTORS else "model"
+    return Mix(**{"bm25": 0.5, voice: 0.5})
+
+
+def _system_of(mix: Mix) -> System:
+    first, *others = mix.voices
+    return "fused" if others else first
+
+
+def _refuse_system(index: Index, system: System) -> Refusal:
+    return Refusal(
+        "usage",
+        what=f"the index has no vectors to search with by {system}",
+        where=index.path,
+        fact=f"its sets of vectors: {', '.join(index.manifest.sets) or 'none'}",
+        remedy="search without --system",
+    )
+
+
+def chance_cosine(
+    index: Index, name: SetName, embedder: QueryEmbedder, query: str, where: Mapping[str, str]
+) -> float:
     """Return the cosine that a query without meaning reaches: the highest of random strings.
 
     Their words are as long as this query's, of letters drawn from the documents.
@@ -180,25 +295,30 @@ def chance_cosine(index: Index, query: str, where: Mapping[str, str]) -> float:
     forms = []
     for _ in range(NUM_RANDOM_QUERIES):
         random_words = ["".join(rng.choices(letters, k=length)) for length in lengths]
-        forms.append(query_form(" ".join(random_words)))
+        random_query = " ".join(random_words)
+        forms.append(query_form(random_query) if name == OWN_VECTORS else random_query)
 
     cosines: list[float] = []
-    for vector_E in index.embedder.queries(forms):
-        hits = index.store.search(vector_E, 1, where or None)
+    for vector_E in embedder.queries(forms):
+        hits = index.stores[name].search(vector_E, 1, where or None)
         cosines.extend(hits.scores)
     return float(max(cosines, default=0.0))
 
 
 def similar(index: Index, chunk_id: str, k: int = 5) -> tuple[Result, ...]:
-    """Return the k passages of other documents whose vectors are nearest to a passage's.
+    """Return the k passages of other documents whose vectors are nearest to a passage's; by words,
+    where the index has no vectors.
 
     Raises Refusal (usage) for an id that the index does not have.
     """
     row = row_of(index, chunk_id)
     numbers_N = index.passages.rows_N["document"]
     own = index.passages.of_document(int(numbers_N[row]))
-    (vector_E,) = index.vectors(np.array([row]))
-    rows, scores = nearest(index, vector_E, k + len(own) + DEPTH, {})
+    name = index.manifest.best_set
+    if name is None:
+        return _similar_by_words(index, row, k)
+    (vector_E,) = index.vectors(np.array([row]), name)
+    rows, scores = nearest(index, name, vector_E, k + len(own) + DEPTH, {})
     near: dict[int, tuple[int, float]] = {}
     for other, score in zip(rows.tolist(), scores.tolist(), strict=True):
         if other not in own:
@@ -208,6 +328,17 @@ def similar(index: Index, chunk_id: str, k: int = 5) -> tuple[Result, ...]:
         result = _result_of(index, other, "", score=score, word_score=0.0, vector_score=score)
         results.append(result)
     return tuple(results)
+
+
+def _similar_by_words(index: Index, row: int, k: int) -> tuple[Result, ...]:
+    """Return the passages with the most of a passage's words, one of each of k other documents."""
+    chunk = index.passages.chunk(row)
+    terms = index.words.of_query(chunk.indexed)
+    words_N = index.lexical.bm25_scores(terms)
+    words_N[chunk.document] = 0
+    matched = np.flatnonzero((words_N > 0) & index.passages.shown_N)
+    best = matched[np.argsort(-words_N[matched], kind="stable")][:k].tolist()
+    return tuple(_collect_results(index, chunk.indexed, best, words_N, words_N, {}, WORDS_ALONE))
 
 
 def passage(index: Index, chunk_id: str, query: str = "") -> Result:
@@ -233,19 +364,6 @@ def row_of(index: Index, chunk_id: str) -> int:
     return row
 
 
-def _default_system(manifest: IndexManifest, known: bool) -> tuple[System, str]:
-    """Return the system to rank by, and the reason; `known`: whether the index has any word of the
-    query."""
-    if not known:
-        return "model", NO_WORD
-    evaluation = manifest.evaluation
-    if evaluation is None:
-        return "bm25", not_evaluated(manifest.recipe)
-    if evaluation.default == "fused":
-        return "fused", "it found more than keyword search on tuning queries"
-    return "bm25", "hybrid search was not significantly better on tuning queries"
-
-
 def not_evaluated(recipe: Recipe) -> str:
     """Return the reason why an index has no evaluation."""
     if recipe.evaluate:
@@ -255,6 +373,7 @@ def not_evaluated(recipe: Recipe) -> str:
 
 def _vector_scores(
     index: Index,
+    name: SetName,
     vector_E: Vectors,
     where: Mapping[str, str],
     mask_N: npt.NDArray[np.bool_] | None,
@@ -264,9 +383,9 @@ def _vector_scores(
     copied = [] if mask_N is None else _rows_with_copies(index, mask_N)
 
     def documents_near(vector_E: Vectors, k: int) -> tuple[Ints, Scores]:
-        rows, scores = nearest(index, vector_E, k, where)
+        rows, scores = nearest(index, name, vector_E, k, where)
         if copied:
-            cosines = index.vectors(np.array(copied)) @ vector_E
+            cosines = index.vectors(np.array(copied), name) @ vector_E
             rows = np.concatenate([rows, copied])
             scores = np.concatenate([scores, cosines])
         return index.passages.rows_N["document"][rows], scores
@@ -275,13 +394,13 @@ def _vector_scores(
 
 
 def nearest(
-    index: Index, vector_E: Vectors, k: int, where: Mapping[str, str]
+    index: Index, name: SetName, vector_E: Vectors, k: int, where: Mapping[str, str]
 ) -> tuple[npt.NDArray[np.intp], Scores]:
     """Return the rows of the k passages nearest to a vector, best first, and their cosines.
 
     A store at a server may have passages of the index that replaces this one: they are skipped.
     """
-    hits = index.store.search(vector_E, k, where or None)
+    hits = index.stores[name].search(vector_E, k, where or None)
     rows = index.passages.rows_of(hits.ids)
     return rows[rows >= 0], hits.scores[rows >= 0]
 
@@ -301,28 +420,34 @@ def _collect_results(
     documents: list[int],
     scores_N: Scores,
     words_N: Scores,
-    vector_E: Vectors | None,
+    vectors: Mapping[SetName, Vectors],
+    mix: Mix,
 ) -> Iterator[Result]:
-    """Yield each document with its passage that has the most words of the query.
+    """Yield each document with its best passage: by the share of the query's words that it has,
+    and by its cosine, as the mix weighs words and vectors.
 
-    Of equals it is the nearest one. The cosine is that of the document's nearest passage, where
-    there is a vector.
+    The cosine is that of the document's nearest passage in the index's best set that was searched.
     """
     ranges = [index.passages.of_document(number) for number in documents]
-    terms = {*split_words(query)}
+    sought = index.words.content_of(query)
     cosines: dict[int, float] = {}
-    if vector_E is not None:
+    searched: tuple[SetName, ...] = (ENCODER_VECTORS, OWN_VECTORS)
+    name = next((name for name in searched if name in vectors), None)
+    if name is not None and documents:
         rows = list(itertools.chain.from_iterable(ranges))
-        cosines_N = index.vectors(np.array(rows, np.intp)) @ vector_E
+        cosines_N = index.vectors(np.array(rows, np.intp), name) @ vectors[name]
         cosines = dict(zip(rows, cosines_N.tolist(), strict=True))
 
-    def fit(row: int) -> tuple[int, float]:
-        matching = terms.intersection(split_words(index.passages.chunk(row).indexed))
-        return len(matching), cosines.get(row, 0.0)
+    def fit(row: int) -> tuple[float, float]:
+        cosine = cosines.get(row, 0.0)
+        text = index.passages.chunk(row).indexed
+        matching = frozenset[str]().union(*(m.words for m in index.words.matches(text, sought)))
+        share = len(matching) / max(len(sought), 1)
+        return mix.bm25 * share + (1 - mix.bm25) * cosine, cosine
 
     for number, rows_of_document in zip(documents, ranges, strict=True):
         highest = None
-        if vector_E is not None:
+        if name is not None:
             highest = max(cosines[row] for row in rows_of_document)
         yield _result_of(
             index,
@@ -349,8 +474,8 @@ def _result_of(
     metadata = document.metadata
     chunk_id = f"{chunk.id:016x}"
     text = chunk.text.strip("\n")
-    shown = snippet(text, query)
-    spans = tuple(marks(text, query))
+    shown = make_snippet(text, query, index.words)
+    spans = tuple(find_marks(text, query, index.words))
     copies = len(document.places)
     places = [_place_in_copy(chunk, document, place) for place in document.places[:MAX_PLACES]]
     also = tuple(places)
@@ -379,31 +504,3 @@ def _place_in_copy(chunk: Chunk, document: IndexedDocument, place: Place) -> Pla
     line = place.line and place.line + chunk.line - document.line
     page = place.page and place.page + chunk.page - document.page
     return msgspec.structs.replace(place, line=line, page=page)
-
-
-def marks(text: str, query: str) -> Iterator[tuple[int, int]]:
-    """Yield the spans of the query's content words in a text: first character, and the one after
-    the last."""
-    terms = content_words(query, text)
-    for match in NAME.finditer(text):
-        if terms.intersection(split_words(match[0])):
-            yield match.span()
-
-
-def snippet(text: str, query: str) -> str:
-    """Return about SNIPPET_CHARS of the text in one line.
-
-    It begins with the word before the query's first content word where that is far inside.
-    """
-    terms = content_words(query, text)
-    line = " ".join(text.split())
-    first = 0
-    for match in re.finditer(r"\S+", line):
-        if terms.intersection(split_words(match[0])):
-            first = match.start()
-            break
-    start = 0
-    if first >= SNIPPET_CHARS // 2:
-        start = line.rfind(" ", 0, first - 1) + 1
-    shown = textwrap.shorten(line[start:], SNIPPET_CHARS, placeholder=" …")
-    return f"… {shown}" if start else shown

@@ -32,7 +32,8 @@ from farspan.domain.install import install_command
 from farspan.domain.problems import Refusal
 from farspan.domain.struct_files import missing_path
 from farspan.retrieval import targets
-from farspan.retrieval.index import Index, IndexFingerprint, field
+from farspan.retrieval.index import OWN_VECTORS, Index, IndexFingerprint, SetName, field
+from farspan.retrieval.passages import rebuild_command
 from farspan.retrieval.stores import Payload
 
 #: Rows that are held at a time.
@@ -51,12 +52,28 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     payload: Payload
 
 
-def rows(index: Index) -> Iterator[Row]:
-    """Yield the passages of an index in their order. What a document does not have in a field is
-    empty text."""
+def written_set(index: Index) -> SetName:
+    """Return the set of vectors that is written: the run's own where there are some. Refuse
+    (no-index) an index without vectors."""
+    if OWN_VECTORS in index.manifest.sets:
+        return OWN_VECTORS
+    if index.manifest.best_set is None:
+        raise Refusal(
+            "no-index",
+            what="the index has no vectors to write",
+            where=index.path,
+            fact="it answers by words alone",
+            remedy=f"{rebuild_command(index.path.parent)} --encoder minilm",
+        )
+    return index.manifest.best_set
+
+
+def rows(index: Index, name: SetName) -> Iterator[Row]:
+    """Yield the passages of an index in their order, with the vectors of a set. What a document does
+    not have in a field is empty text."""
     for start in range(0, index.manifest.chunks, _BATCH):
         batch = np.arange(start, min(start + _BATCH, index.manifest.chunks))
-        for row, vector in zip(batch.tolist(), index.vectors(batch), strict=True):
+        for row, vector in zip(batch.tolist(), index.vectors(batch, name), strict=True):
             chunk = index.passages.chunk(row)
             document = index.documents[chunk.document]
             payload: dict[str, str | int] = {

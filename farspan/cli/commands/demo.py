@@ -33,11 +33,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.app import training
     from farspan.app.indexing import open_index, update_index
-    from farspan.cli.answers import print_answer
+    from farspan.cli.answers import evaluation_text, print_answer
     from farspan.cli.report_text import print_result
     from farspan.cli.show_updates import Show
     from farspan.planning.quantities import parse_positive
-    from farspan.retrieval.evaluate import format_evaluation
     from farspan.retrieval.search import search
 
     parse_positive(parse_duration, given.time, "--time", "2m")
@@ -57,7 +56,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
         console.write_line("\n== embeddings and vector database")
         manifest = update_index(folder, show).manifest
     if manifest.evaluation is not None:
-        console.write_line(format_evaluation(manifest.evaluation))
+        console.write_line(evaluation_text(manifest))
     console.write_line("\n== three searches")
     answers = []
     with open_index(folder) as index:

@@ -36,8 +36,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
     folder = find_run(given, console)
     check_store(given)
     from farspan.app.indexing import update_index, write_vectors
+    from farspan.cli.answers import evaluation_text
     from farspan.cli.show_updates import Show
-    from farspan.retrieval.evaluate import format_evaluation
     from farspan.retrieval.vector_file import files_of
 
     if given.to is not None:
@@ -48,11 +48,12 @@ def run(given: argparse.Namespace, console: Console) -> None:
             show,
             evaluate=not given.no_eval,
             store=given.store,
+            encoder=given.encoder,
             device=given.device,
             processes=given.processes,
         )
     if indexed.fitted and indexed.manifest.evaluation is not None:
-        console.write_line(format_evaluation(indexed.manifest.evaluation))
+        console.write_line(evaluation_text(indexed.manifest))
     if given.to is not None:
         commands = write_vectors(folder, given.to)
         console.write_line(f"vectors: {given.to}; commands that load them: {commands}")

@@ -1,12 +1,11 @@
-"""Search a run's documents, with the way of searching that was measured to find them best."""
+"""Search the documents of a run or an index, in the way that was measured to find them best."""
 
 from __future__ import annotations
 
 import argparse
 
-from farspan.cli.arguments import find_run, parse_positive, refuse_run_as_text, takes_run
+from farspan.cli.arguments import find_home, parse_positive, refuse_run_as_text, takes_run
 from farspan.cli.console import Console
-from farspan.domain.problems import command
 
 HELP = "search the documents"
 
@@ -19,7 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-k", type=parse_positive, default=5, help="results to show (default: 5)")
     parser.add_argument(
         "--system",
-        choices=("bm25", "model", "fused"),
+        choices=("bm25", "model", "encoder", "fused"),
         help="search this way, whatever was measured",
     )
     parser.add_argument(
@@ -43,7 +42,7 @@ def _parse_filter(text: str) -> tuple[str, str]:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    from farspan.app.indexing import refuse_query, search_run
+    from farspan.app.indexing import rebuild, refuse_query, search_home
     from farspan.cli.answers import evaluation_text, print_answer
 
     if given.eval:
@@ -53,17 +52,17 @@ def run(given: argparse.Namespace, console: Console) -> None:
     else:
         refuse_run_as_text(given, "search", given.query)
         refuse_query(given.query or "")
-    folder = find_run(given, console)
+    home = find_home(given, console)
     if given.eval:
         from farspan.retrieval.index import read_manifest
 
-        manifest = read_manifest(folder.index, command("embed", folder.path))
+        manifest = read_manifest(home.index, rebuild(home))
         console.write_line(evaluation_text(manifest))
-        console.answer({"run": str(folder.path), "evaluation": manifest.evaluation})
+        console.answer({"run": str(home.path), "evaluation": manifest.evaluation})
         return
     where = dict(given.where)
-    answer = search_run(
-        folder,
+    answer = search_home(
+        home,
         given.query,
         given.k,
         given.system,
@@ -71,4 +70,4 @@ def run(given: argparse.Namespace, console: Console) -> None:
         lambda update: console.write_line(str(update)),
     )
     print_answer(answer, console)
-    console.answer({"run": str(folder.path), "answer": answer})
+    console.answer({"run": str(home.path), "answer": answer})

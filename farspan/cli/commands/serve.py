@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 
-from farspan.cli.arguments import find_run, takes_run
+from farspan.cli.arguments import find_home, takes_run
 from farspan.cli.console import Console
 
 HELP = "search the documents in a browser, and an API"
@@ -36,7 +36,7 @@ def _parse_port(text: str) -> int:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    folder = find_run(given, console)
+    folder = find_home(given, console)
     from farspan.app.serving import serve_index
 
     serve_index(

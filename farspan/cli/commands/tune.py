@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from farspan.cli.arguments import check_store, find_run, takes_embedding, takes_run
+from farspan.cli.arguments import check_store, find_home, takes_embedding, takes_run
 from farspan.cli.console import Console
 from farspan.domain.problems import command
 
@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    folder = find_run(given, console)
+    folder = find_home(given, console)
     check_store(given)
     from farspan.app.indexing import update_index
     from farspan.cli.answers import evaluation_text
@@ -42,6 +42,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
             folder,
             show,
             store=given.store,
+            encoder=given.encoder,
             device=given.device,
             processes=given.processes,
             tune=True,

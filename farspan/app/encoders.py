@@ -1,0 +1,109 @@
+"""Which ready encoder an index gets, and where searches find it again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from farspan.domain.problems import Refusal
+
+if TYPE_CHECKING:
+    from farspan.retrieval.encoders.encoder import Encoder
+    from farspan.retrieval.index import EncoderIdentity
+    from farspan.retrieval.index_task import VoiceModel
+
+#: The share of the documents that are to be in a language that the encoder reads.
+MIN_READABLE = 0.5
+#: Documents whose language is looked at.
+MAX_LOOKED_AT = 1000
+
+
+class ReadyEncoder(NamedTuple):
+    """The encoder of an index, or why it has none."""
+
+    model: VoiceModel | None = None
+    identity: EncoderIdentity | None = None
+    why_none: str = ""
+
+
+def choose_encoder(
+    spec: str, known: EncoderIdentity | None, texts: Sequence[str], report: Callable[[str], None]
+) -> ReadyEncoder:
+    """Return the encoder that `index.encoder` asks for; `known` is the one the index has.
+
+    Raises Refusal for a folder that holds none, and for `minilm` where it cannot be had.
+    """
+    from farspan.retrieval.encoders.finding import NotFound, find_encoder
+
+    if spec == "own":
+        return ReadyEncoder()
+    if spec == "auto" and known is not None:
+        encoder = find_known_encoder(known)
+        if encoder is None:
+            return _missing_encoder(known)
+        return _as_voice(encoder)
+    found = find_encoder(spec, fetch=spec == "minilm")
+    if isinstance(found, NotFound):
+        if spec != "auto":
+            raise Refusal(
+                "encoder-missing",
+                what=f"the encoder {spec} cannot be had",
+                where="index.encoder",
+                fact=found.reason,
+                remedy=found.remedy,
+                key="index.encoder",
+            )
+        report(f"no ready encoder is on this machine; one would find more: {found.remedy}")
+        return ReadyEncoder(why_none=found.reason)
+    if spec == "auto":
+        share = _share_in(found.languages, texts)
+        if share < MIN_READABLE:
+            why = f"{found.name} reads {', '.join(found.languages)}, and {share:.0%} of the text is"
+            report(f"the encoder is left out: {why}")
+            return ReadyEncoder(why_none=why)
+    return _as_voice(found)
+
+
+def find_known_encoder(identity: EncoderIdentity) -> Encoder | None:
+    """Return the encoder with these files, wherever it is on this machine; None if it is not."""
+    from farspan.retrieval.encoders.finding import NotFound, find_encoder
+    from farspan.retrieval.encoders.opening import open_encoder
+
+    folder = Path(identity.folder)
+    if folder.is_dir():
+        with suppress(Refusal):
+            return open_encoder(folder, identity.id)
+    found = find_encoder("auto", fetch=False)
+    if isinstance(found, NotFound) or found.id != identity.id:
+        return None
+    return found
+
+
+def _as_voice(encoder: Encoder) -> ReadyEncoder:
+    from farspan.retrieval.encoder_voice import EncoderModel
+    from farspan.retrieval.index import EncoderIdentity
+
+    identity = EncoderIdentity(
+        id=encoder.id, name=encoder.name, folder=str(encoder.folder.resolve())
+    )
+    return ReadyEncoder(EncoderModel(encoder=encoder), identity)
+
+
+def _missing_encoder(known: EncoderIdentity) -> ReadyEncoder:
+    from farspan.retrieval.encoder_voice import MissingEncoder
+
+    return ReadyEncoder(MissingEncoder(known), known)
+
+
+def _share_in(languages: Sequence[str], texts: Sequence[str]) -> float:
+    """Return the share of the texts that are in these languages; 1 where the encoder reads any."""
+    if not languages or not texts:
+        return 1.0
+    from farspan.retrieval.words import detect_languages
+
+    step = len(texts) // MAX_LOOKED_AT + 1
+    counts = Counter(detect_languages(texts[::step]))
+    return sum(counts[language] for language in languages) / counts.total()
