@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from farspan.corpus.distinct_texts import Copies
+from farspan.corpus.documents import write_array
 from farspan.domain.problems import Refusal
 from farspan.domain.struct_files import content_hash, load, save
 from farspan.domain.units import counted
@@ -42,6 +43,7 @@ from farspan.retrieval.chunk import Chunk, chunk_document
 from farspan.retrieval.evaluate import Evaluation, SideName, SideVectors, evaluate
 from farspan.retrieval.evaluation_text import mine_evaluation
 from farspan.retrieval.index import (
+    COVARIANCE,
     INDEX_MANIFEST,
     LEXICAL,
     PASSAGES,
@@ -72,6 +74,8 @@ from farspan.retrieval.words import Words, choose_languages, detect_languages
 _MAX_FIELDS = 64
 _PAYLOAD_FIELDS = {"title", "origin", "text"}
 _ADD_BATCH_SIZE = 1024
+#: Vectors that a covariance is measured over.
+MAX_COVARIANCE_ROWS = 20_000
 #: Records the tables that a build found or made at servers: in the end all but the new index's are
 #: dropped.
 _TABLES_FILE = "tables.json"
@@ -276,7 +280,10 @@ def _write_index(
         _write_files(task, chunked, fitted, manifest)
         _record_tables(building, task.path, before, manifest)
         for voice in task.voices:
-            _fill_store(task, manifest, voice.name, fitted.voices[voice.name], old)
+            vectors = fitted.voices[voice.name]
+            _fill_store(task, manifest, voice.name, vectors, old)
+            path = task.path / manifest.files / f"{COVARIANCE}-{voice.name}.npy"
+            write_array(path, measure_covariance(vectors, len(chunked.chunks)))
     return manifest
 
 
@@ -381,6 +388,14 @@ def _open_reusable(task: Task, before: IndexManifest | None) -> Index | None:
         if code != "no-index" and not is_unreachable:
             raise
     return None
+
+
+def measure_covariance(voice: FittedVoice, count: int) -> npt.NDArray[np.float32]:
+    """Return the covariance (E, E) of the vectors of `count` chunks, from a sample of many."""
+    step = count // MAX_COVARIANCE_ROWS + 1
+    sample_SE = voice.vectors(np.arange(0, count, step)).astype(np.float64)
+    centred_SE = sample_SE - sample_SE.mean(axis=0)
+    return (centred_SE.T @ centred_SE / len(sample_SE)).astype(np.float32)
 
 
 def _seal_servers(path: Path, manifest: IndexManifest) -> None:

@@ -1,8 +1,11 @@
 """Choose on tuning queries how an index answers: how text becomes words, BM25's k1 and b, and the
 weights of voices.
 
-A choice that costs something must pay for certain: voices are added to words one at a time, and
-each stays only where the 95 % interval of its gain is above 0.
+Titles and openings are in their authors' words, which flatters keyword search: on three corpora of
+documentation they chose half the weight for a ready encoder that questions which people asked would
+have chosen. So an encoder begins with the weight that those corpora agree on (ENCODER_SHARES), and
+only questions move it; titles and openings can refuse it. The run's own vectors have no such
+evidence: they stay only where the 95 % interval of their gain is above 0.
 
 Shapes: Q queries, C candidates of a query, V voices, W mixes.
 """
@@ -10,16 +13,23 @@ Shapes: Q queries, C candidates of a query, V voices, W mixes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from farspan.retrieval.bm25 import K1, B, BM25Index, Numbered
-from farspan.retrieval.hybrid_ranking import DEPTH, WORDS_ALONE, Mix, Voice, normalize_scores
+from farspan.retrieval.hybrid_ranking import (
+    DEPTH,
+    WORDS_ALONE,
+    Mix,
+    Voice,
+    VoiceScores,
+    normalize_scores,
+)
 from farspan.retrieval.metrics import Floats, Ints, bootstrap_interval, ndcg, relevant_ranks
-from farspan.retrieval.queries import Query
+from farspan.retrieval.queries import Kind, Query
 from farspan.retrieval.stores import Scores
 from farspan.retrieval.words import WordRules, Words
 
@@ -32,6 +42,15 @@ WORD_RULES = ((True, True), (False, True), (True, False), (False, False))
 MAX_COMPARED_DOCUMENTS = 4000
 #: Weights are tried in steps of one over this.
 WEIGHT_STEPS = 20
+#: The encoder's share beside words, for queries embedded by it and by its table [fitted: perl-doc,
+#: R's manuals and Debian's, questions that people asked: best at .80 to .85].
+ENCODER_SHARES = {"encoder": 0.85, "table": 0.7}
+#: What a share's distance from that costs, squared, in nDCG@10; and the questions at which half of
+#: what they say is believed.
+PRIOR_STRENGTH = 0.5
+PRIOR_QUESTIONS = 50
+#: Kinds of queries that people wrote to ask something.
+ASKED_KINDS = ("question", "own")
 
 
 class Bodies(NamedTuple):
@@ -63,44 +82,65 @@ class ScoredQuery(NamedTuple):
 def choose_words(
     bodies: Bodies, tuning: Sequence[Query], languages: Sequence[str], seed: int
 ) -> LexicalChoice:
-    """Choose how text becomes words, and BM25's k1 and b, by mean nDCG@10 of the tuning queries."""
+    """Choose how text becomes words, and BM25's k1 and b, by nDCG@10 of the tuning queries.
+
+    What is best elsewhere (LexicalChoice's defaults) stays unless something else is better for
+    certain.
+    """
     codes = tuple(languages)
+    usual = LexicalChoice(rules=WordRules(languages=codes))
     if not tuning:
-        return LexicalChoice(rules=WordRules(languages=codes))
+        return usual
     compared, asked = _sample_documents(len(bodies.texts), tuning, seed)
     texts = [bodies.texts[row] for row in compared]
     spoken = [bodies.languages[row] for row in compared]
-    best: tuple[float, LexicalChoice] | None = None
+    measured: list[tuple[LexicalChoice, Floats]] = []
     for stems, stop_words in WORD_RULES:
         rules = WordRules(stems=stems, stop_words=stop_words, languages=codes)
-        quality, choice = _choose_bm25(rules, texts, spoken, asked)
-        if best is None or quality > best[0]:
-            best = quality, choice
-    assert best is not None
-    return best[1]
+        ranking = _WordRanking(rules, texts, spoken, asked)
+        if rules == usual.rules:
+            measured.append((usual, ranking.measure_ndcg(usual.k1, usual.b)))
+        measured.append(_choose_bm25(ranking))
+    _, usual_Q = measured[0]
+    best, best_Q = max(measured, key=lambda choice: choice[1].mean())
+    low, _ = bootstrap_interval(best_Q - usual_Q, seed=seed)
+    return best if low > 0 else usual
 
 
-def _choose_bm25(
-    rules: WordRules, texts: Sequence[str], languages: Sequence[str], tuning: Sequence[Query]
-) -> tuple[float, LexicalChoice]:
-    """Return the best k1 and b of one way to make words, and their mean nDCG@10."""
-    words = Words(rules)
-    numbered = Numbered(map(words.of_text, texts, languages))
-    asked = [words.of_query(query.text) for query in tuning]
+class _WordRanking:
+    """Ranks documents by words that are made in one way."""
 
-    def quality(k1: float, b: float) -> float:
-        lexical = BM25Index.build(numbered, k1, b)
-        ranked = []
-        for query, query_words in zip(tuning, asked, strict=True):
-            ranks = relevant_ranks(lexical.bm25_scores(query_words), query.relevant)
-            ranked.append(ndcg(ranks, 10))
-        return float(np.mean(ranked))
+    def __init__(
+        self,
+        rules: WordRules,
+        texts: Sequence[str],
+        languages: Sequence[str],
+        tuning: Sequence[Query],
+    ) -> None:
+        words = Words(rules)
+        self.rules = rules
+        self._numbered = Numbered(map(words.of_text, texts, languages))
+        self._tuning = tuning
+        self._asked = [words.of_query(query.text) for query in tuning]
 
-    by_k1 = {k1: quality(k1, B) for k1 in K1S}
-    k1 = max(by_k1, key=by_k1.__getitem__)
-    by_b = {b: by_k1[k1] if b == B else quality(k1, b) for b in BS}
-    b = max(by_b, key=by_b.__getitem__)
-    return by_b[b], LexicalChoice(rules=rules, k1=k1, b=b)
+    def measure_ndcg(self, k1: float, b: float) -> Floats:
+        """Return nDCG@10 of each tuning query."""
+        lexical = BM25Index.build(self._numbered, k1, b)
+        measured = []
+        for query, words in zip(self._tuning, self._asked, strict=True):
+            ranks = relevant_ranks(lexical.bm25_scores(words), query.relevant)
+            measured.append(ndcg(ranks, 10))
+        return np.array(measured)
+
+
+def _choose_bm25(ranking: _WordRanking) -> tuple[LexicalChoice, Floats]:
+    """Return the best k1 and b of one way to make words, and their nDCG@10 by query."""
+    usual = LexicalChoice(rules=ranking.rules)
+    by_k1 = {k1: ranking.measure_ndcg(k1, usual.b) for k1 in K1S}
+    k1 = max(by_k1, key=lambda tried: by_k1[tried].mean())
+    by_b = {b: by_k1[k1] if b == usual.b else ranking.measure_ndcg(k1, b) for b in BS}
+    b = max(by_b, key=lambda tried: by_b[tried].mean())
+    return LexicalChoice(rules=ranking.rules, k1=k1, b=b), by_b[b]
 
 
 def _sample_documents(
@@ -122,7 +162,7 @@ def _sample_documents(
 
 
 def score_queries(
-    queries: Sequence[Query], voices: Mapping[Voice, Callable[[int], Scores]]
+    queries: Sequence[Query], voices: Mapping[Voice, Callable[[int], VoiceScores]]
 ) -> list[ScoredQuery]:
     """Return the candidates of each query; `voices` score all documents for query number q.
 
@@ -171,32 +211,82 @@ class MixChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def choose_mix(
-    queries: Sequence[ScoredQuery], voices: Sequence[Voice], added: Sequence[Voice], seed: int
+    queries: Sequence[ScoredQuery],
+    kinds: Sequence[Kind],
+    voices: Sequence[Voice],
+    encoder: Literal["encoder", "table"],
+    seed: int,
 ) -> MixChoice:
-    """Add the voices of `added` to words, in this order, where each finds more for certain.
+    """Choose the weights of words, the encoder and the run's own vectors, as far as they are there.
 
-    `voices` name the rows of the queries' scores. Queries count alike, of whatever kind.
+    `voices` name the rows of the queries' scores; `encoder` says what embeds queries for it.
+    Queries count alike, of whatever kind.
     """
-    present: list[Voice] = ["bm25"]
-    weights_V = _weights_of(WORDS_ALONE, voices)
-    words_Q = measure_mixes(queries, weights_V[None])[0]
-    best_Q = words_Q
+    measured = _Measured(queries, voices, seed)
+    is_asked = np.array([kind in ASKED_KINDS for kind in kinds])
     mix = WORDS_ALONE
-    for voice in added:
-        tried = [
-            _add_voice(mix, voice, share / WEIGHT_STEPS) for share in range(1, WEIGHT_STEPS + 1)
-        ]
-        weights_WV = np.stack([_weights_of(candidate, voices) for candidate in tried])
-        quality_WQ = measure_mixes(queries, weights_WV)
-        best = int(quality_WQ.mean(axis=1).argmax())
-        low, _ = bootstrap_interval(quality_WQ[best] - best_Q, seed=seed)
-        if low > 0:
-            present.append(voice)
-            mix = tried[best]
-            best_Q = quality_WQ[best]
-    gain_Q = best_Q - words_Q
+    if "encoder" in voices:
+        mix = _choose_encoder_share(measured, is_asked, ENCODER_SHARES[encoder])
+    if "model" in voices:
+        # Beside an encoder titles say nothing: own vectors were fitted to such pairs.
+        counted_Q = is_asked if "encoder" in mix.weights else np.ones(len(queries), bool)
+        mix = _add_own_vectors(measured, mix, counted_Q)
+    gain_Q = measured.ndcg([mix])[0] - measured.words_Q
     interval = bootstrap_interval(gain_Q, seed=seed)
     return MixChoice(mix=mix, gain=float(gain_Q.mean()), interval=interval)
+
+
+class _Measured:
+    """nDCG@10 of mixes on the same queries."""
+
+    def __init__(self, queries: Sequence[ScoredQuery], voices: Sequence[Voice], seed: int) -> None:
+        self._queries = queries
+        self._voices = voices
+        self._seed = seed
+        self.words_Q = self.ndcg([WORDS_ALONE])[0]
+
+    def ndcg(self, mixes: Sequence[Mix]) -> Floats:
+        """Return nDCG@10 (W, Q) of mixes."""
+        weights_WV = np.stack([_weights_of(mix, self._voices) for mix in mixes])
+        return measure_mixes(self._queries, weights_WV)
+
+    def interval(self, differences_Q: Floats) -> tuple[float, float]:
+        """Return the 95 % interval of a mean."""
+        return bootstrap_interval(differences_Q, seed=self._seed)
+
+
+def _choose_encoder_share(
+    measured: _Measured, is_asked: npt.NDArray[np.bool_], prior: float
+) -> Mix:
+    """Return words and the encoder, the share being that of other corpora unless questions of this
+    one say otherwise; where that is worse than words for certain, the best share of all queries."""
+    shares = [step / WEIGHT_STEPS for step in range(WEIGHT_STEPS + 1)]
+    mixes = [_add_voice(WORDS_ALONE, "encoder", share) for share in shares]
+    quality_WQ = measured.ndcg(mixes)
+    num_asked = int(is_asked.sum())
+    asked_W = np.zeros(len(shares))
+    if num_asked:
+        asked_W = quality_WQ[:, is_asked].mean(axis=1)
+    doubt = 1 + PRIOR_QUESTIONS / max(num_asked, 1)
+    cost_W = PRIOR_STRENGTH * doubt * (np.array(shares) - prior) ** 2
+    best = int((asked_W - cost_W).argmax())
+    _, high = measured.interval(quality_WQ[best] - measured.words_Q)
+    if high < 0:
+        best = int(quality_WQ.mean(axis=1).argmax())
+    return mixes[best]
+
+
+def _add_own_vectors(measured: _Measured, mix: Mix, counted_Q: npt.NDArray[np.bool_]) -> Mix:
+    """Return the mix with the run's own vectors where they find more for certain, by the queries
+    that are counted."""
+    if not counted_Q.any():
+        return mix
+    shares = [step / WEIGHT_STEPS for step in range(1, WEIGHT_STEPS + 1)]
+    mixes = [_add_voice(mix, "model", share) for share in shares]
+    gain_WQ = (measured.ndcg(mixes) - measured.ndcg([mix]))[:, counted_Q]
+    best = int(gain_WQ.mean(axis=1).argmax())
+    low, _ = measured.interval(gain_WQ[best])
+    return mixes[best] if low > 0 else mix
 
 
 def _add_voice(mix: Mix, voice: Voice, share: float) -> Mix:

@@ -21,10 +21,13 @@ from farspan.report.tables import table_lines
 from farspan.retrieval.bm25 import BM25Index, Numbered
 from farspan.retrieval.choose import Bodies, LexicalChoice, MixChoice, choose_mix, score_queries
 from farspan.retrieval.hybrid_ranking import (
-    Nearest,
+    SYSTEM_NAMES,
+    Mix,
     Voice,
+    VoiceScores,
+    best_by_document,
     fuse_scores,
-    vector_scores,
+    score_words,
 )
 from farspan.retrieval.metrics import (
     Floats,
@@ -37,7 +40,7 @@ from farspan.retrieval.metrics import (
     relevant_ranks,
 )
 from farspan.retrieval.queries import Kind, Queries, Query
-from farspan.retrieval.stores import Scores, Vectors
+from farspan.retrieval.stores import Vectors
 from farspan.retrieval.words import Words
 
 #: Means over fewer queries than this are not shown: a single query would change them too much.
@@ -48,6 +51,13 @@ METRICS = {
     "recall_at_100": partial(recall, k=100),
     "hit_at_1": partial(hit_rate, k=1),
     "hit_at_10": partial(hit_rate, k=10),
+}
+KIND_NAMES: dict[Kind, str] = {
+    "title": "title query",
+    "asked": "title question",
+    "question": "question query",
+    "opening": "opening query",
+    "own": "own query",
 }
 #: Systems that are compared: the mix with its parts, and the run's model after its fit and before.
 COMPARED = (
@@ -143,24 +153,37 @@ def evaluate(
     words = Words(lexical.rules)
     numbered = Numbered(map(words.of_text, bodies.texts, bodies.languages))
     bm25 = BM25Index.build(numbered, lexical.k1, lexical.b)
-    nearest = {name: exact_search(owners, side.chunks) for name, side in sides.items()}
+    owners_C = np.asarray(owners, np.int64)
 
-    def word_scores(asked: Sequence[Query]) -> Callable[[int], Scores]:
-        return lambda row: bm25.bm25_scores(words.of_query(asked[row].text))
+    def word_scores(asked: Sequence[Query]) -> Callable[[int], VoiceScores]:
+        return lambda row: score_words(bm25.bm25_scores(words.of_query(asked[row].text)))
 
-    def side_scores(name: SideName, vectors_QE: Vectors) -> Callable[[int], Scores]:
-        return lambda row: vector_scores(nearest[name], vectors_QE[row], count)
+    def side_scores(name: SideName, vectors_QE: Vectors) -> Callable[[int], VoiceScores]:
+        chunks_CE = sides[name].chunks
+
+        def score(row: int) -> VoiceScores:
+            cosines_C = chunks_CE @ vectors_QE[row]
+            scores_N = best_by_document(owners_C, cosines_C, count)
+            return VoiceScores(scores_N, float(cosines_C.std()))
+
+        return score
 
     def choose(voices: Mapping[Voice, SideName]) -> MixChoice:
         """Choose the mix of words and these voices."""
-        scorers: dict[Voice, Callable[[int], Scores]] = {"bm25": word_scores(queries.tuning)}
+        scorers: dict[Voice, Callable[[int], VoiceScores]] = {"bm25": word_scores(queries.tuning)}
         for voice, name in voices.items():
             scorers[voice] = side_scores(name, sides[name].tuning)
         scored = score_queries(queries.tuning, scorers)
-        return choose_mix(scored, tuple(scorers), tuple(voices), seed)
+        kinds = [query.kind for query in queries.tuning]
+        encoder: Literal["encoder", "table"] = (
+            "table" if voices.get("encoder") == "table" else "encoder"
+        )
+        return choose_mix(scored, kinds, tuple(scorers), encoder, seed)
 
     choices = {name: MixChoice() for name in ("fused", "fused by table")}
-    by_system = {"fused": _voices_of(sides, "encoder")}
+    by_system: dict[str, dict[Voice, SideName]] = {}
+    if sides:
+        by_system["fused"] = _voices_of(sides, "encoder")
     if "table" in sides:
         by_system["fused by table"] = _voices_of(sides, "table")
     if queries.tuning:
@@ -168,15 +191,16 @@ def evaluate(
 
     # Ranks of the relevant documents by system and query.
     ranks: dict[str, list[Ints]] = {}
-    reported_words = word_scores(queries.reported)
+    scorers = {"bm25": word_scores(queries.reported)}
+    for name, side in sides.items():
+        scorers[name] = side_scores(name, side.reported)
     for row, query in enumerate(queries.reported):
-        scored: dict[str, Scores] = {"bm25": reported_words(row)}
-        for name, side in sides.items():
-            scored[name] = vector_scores(nearest[name], side.reported[row], count)
+        by_voice = {system: score(row) for system, score in scorers.items()}
+        scored = {system: voice.scores for system, voice in by_voice.items()}
         for system, voices in by_system.items():
-            mixed: dict[Voice, Scores] = {"bm25": scored["bm25"]}
+            mixed: dict[Voice, VoiceScores] = {"bm25": by_voice["bm25"]}
             for voice, name in voices.items():
-                mixed[voice] = scored[name]
+                mixed[voice] = by_voice[name]
             scored[system] = fuse_scores(mixed, choices[system].mix)
         for system, scores_N in scored.items():
             ranks.setdefault(system, []).append(relevant_ranks(scores_N, query.relevant))
@@ -237,20 +261,6 @@ def _measure_kind(
         systems=qualities,
         differences=tuple(differences),
     )
-
-
-def exact_search(owners: npt.ArrayLike, chunks_CE: Vectors) -> Nearest:
-    """Return an exact nearest-neighbour search of chunks; `owners` are their documents."""
-    owners_C = np.asarray(owners, np.int64)
-
-    def nearest(vector_E: Vectors, k: int) -> tuple[Ints, Scores]:
-        scores_C = chunks_CE @ vector_E
-        if k >= len(scores_C):
-            return owners_C, scores_C
-        best = np.argpartition(scores_C, -k)[-k:]
-        return owners_C[best], scores_C[best]
-
-    return nearest
 
 
 def measure_rankings(rankings: Sequence[Ints]) -> dict[str, Floats]:
@@ -315,11 +325,12 @@ def format_evaluation(evaluation: Evaluation, lexical: LexicalChoice) -> str:
         *copies,
         f"tuned on {join_words(tuned) or 'no queries'}, none of them above",
         f"words: {format_lexical(lexical)}",
-        f"default: {evaluation.choice.mix}; {explain_choice(evaluation.choice)}",
+        f"default: {describe_mix(evaluation.choice.mix)}; {explain_choice(evaluation.choice)}",
     ]
     if evaluation.table_choice is not None:
         choice = evaluation.table_choice
-        lines.append(f"without the encoder: {choice.mix}; {explain_choice(choice)}")
+        mixed = describe_mix(choice.mix)
+        lines.append(f"without the encoder at hand: {mixed}; {explain_choice(choice)}")
     return "\n".join(lines)
 
 
@@ -331,7 +342,13 @@ def format_lexical(lexical: LexicalChoice) -> str:
 
 
 def _count_queries(number: int, kind: Kind) -> str:
-    return counted(number, "own query" if kind == "own" else f"{kind} query")
+    return counted(number, KIND_NAMES[kind])
+
+
+def describe_mix(mix: Mix) -> str:
+    """Return what ranks documents, with the weights of voices."""
+    first, *others = mix.voices
+    return f"{SYSTEM_NAMES['fused']}, {mix}" if others else SYSTEM_NAMES[first]
 
 
 def explain_choice(choice: MixChoice) -> str:

@@ -2,14 +2,15 @@
 evaluation share every line of it.
 
 Each voice (BM25, the run's own vectors, a ready encoder's) scores documents on a scale of its own.
-A query's scores are brought to [0, 1] before they are weighted and added: a convex combination, as
-arXiv 2210.11934 recommends.
+A query's scores are divided by their standard deviation before they are weighted and added: a
+convex combination (arXiv 2210.11934), whose best weights hardly move with the corpus.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -86,9 +87,28 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 WORDS_ALONE = Mix()
 
 
+class VoiceScores(NamedTuple):
+    """One query's scores of documents (N) by a voice, 0 for those that it did not find, and the
+    standard deviation of all that it scores."""
+
+    scores: Scores
+    deviation: float
+
+
+def score_words(scores_N: Scores) -> VoiceScores:
+    """Return BM25 of documents, with its deviation over all of them."""
+    return VoiceScores(scores_N, float(scores_N.std()))
+
+
 def vector_scores(nearest: Nearest, vector_E: Vectors, count: int) -> Scores:
     """Cosines by document, from the CHUNKS passages nearest to a query, of `count` documents."""
     return best_by_document(*nearest(vector_E, CHUNKS), count)
+
+
+def cosine_deviation(covariance_EE: npt.NDArray[np.floating], vector_E: Vectors) -> float:
+    """Return the standard deviation of a query's cosines with all passages, from the covariance of
+    the passages' vectors."""
+    return math.sqrt(max(float(vector_E @ covariance_EE @ vector_E), 0.0))
 
 
 def best_by_document(documents: Ints, similarities: npt.NDArray[np.floating], count: int) -> Scores:
@@ -105,31 +125,26 @@ def best_by_document(documents: Ints, similarities: npt.NDArray[np.floating], co
     return scores_N
 
 
-def normalize_scores(voice: Voice, scores_N: Scores) -> Scores:
-    """Return one query's scores of a voice between 0 and 1, its best document at 1.
+def normalize_scores(voice: Voice, scored: VoiceScores) -> Scores:
+    """Return one query's scores of a voice in standard deviations; 0 for what it did not find.
 
-    BM25 is 0 without a shared word, so it is divided by its best. Cosines of the documents found
-    lie close together: their lowest becomes 0.
+    Cosines count from the lowest that was found, as the others are not known.
     """
-    found = scores_N > 0
-    if not found.any():
-        return scores_N
-    best = float(scores_N.max())
-    if voice == "bm25":
-        return scores_N / np.float32(best)
-    lowest = float(scores_N[found].min())
-    if best == lowest:
-        return found.astype(np.float32)
-    return np.where(found, (scores_N - lowest) / np.float32(best - lowest), np.float32(0))
+    scores_N, deviation = scored
+    found_N = scores_N > 0
+    if deviation <= 0 or not found_N.any():
+        return np.zeros_like(scores_N)
+    lowest = 0.0 if voice == "bm25" else float(scores_N[found_N].min())
+    return np.where(found_N, (scores_N - np.float32(lowest)) / np.float32(deviation), 0)
 
 
-def fuse_scores(scores: Mapping[Voice, Scores], mix: Mix) -> Scores:
+def fuse_scores(scores: Mapping[Voice, VoiceScores], mix: Mix) -> Scores:
     """Return the weighted sum of normalized scores. What any voice found stays above 0."""
     first, *_ = scores.values()
-    fused_N = np.zeros(len(first), np.float32)
-    found_N = np.zeros(len(first), bool)
+    fused_N = np.zeros(len(first.scores), np.float32)
+    found_N = np.zeros(len(first.scores), bool)
     for voice, weight in mix.weights.items():
         if voice in scores:
             fused_N += np.float32(weight) * normalize_scores(voice, scores[voice])
-            found_N |= scores[voice] > 0
+            found_N |= scores[voice].scores > 0
     return np.maximum(fused_N, found_N * np.float32(1e-6))

@@ -6,6 +6,7 @@
     FOLDER/store/NAME/           a set of vectors, unless it lies at a server
     FOLDER/fitted.safetensors    what was fitted to the corpus for the run's own vectors
     FOLDER/queries.safetensors   the table that makes vectors of queries without the encoder
+    FOLDER/covariance-NAME.npy   of a set of vectors: how far a query's cosines spread
 
 A new index gets a folder of its own, and takes the old one's place as the manifest is renamed over
 the old one. Nothing here imports PyTorch: words alone are searched without a model.
@@ -41,6 +42,7 @@ FITTED = "fitted.safetensors"
 STORE_FOLDER = "store"
 SEAL = "seal"
 QUERY_TABLE = "queries.safetensors"
+COVARIANCE = "covariance"
 #: The set of vectors that the run's own model makes, under the index's fit; and a ready encoder's.
 SetName = Literal["own", "encoder"]
 OWN_VECTORS: Literal["own"] = "own"
@@ -279,7 +281,11 @@ class Index:
                 index = cls(path, manifest, models, remedy)
                 # All that a search may need is opened now: a new index may take this one's files
                 # away.
-                for part in ("lexical", "documents", *(("stores",) if vectors else ())):
+                for part in (
+                    "lexical",
+                    "documents",
+                    *(("stores", "covariances") if vectors else ()),
+                ):
                     getattr(index, part)
                 # Old files are removed after the manifest has changed: a store that was opened
                 # in between may have a part of its vectors.
@@ -348,6 +354,21 @@ class Index:
         if table.dim != dim:
             raise Damaged(self.path, f"{QUERY_TABLE} has vectors of {table.dim}, not {dim}")
         return table
+
+    @cached_property
+    def covariances(self) -> dict[SetName, npt.NDArray[np.float32]]:
+        """The covariance (E, E) of the vectors of each set."""
+        covariances = {}
+        for name, vectors in self.manifest.sets.items():
+            path = self.files / f"{COVARIANCE}-{name}.npy"
+            try:
+                covariances[name] = np.load(path)
+            except Exception as error:  # What a damaged header leads to is not said.
+                raise Damaged(self.path, f"{path.name}: {error}") from None
+            expected = (vectors.dim, vectors.dim)
+            if covariances[name].shape != expected or not np.isfinite(covariances[name]).all():
+                raise Damaged(self.path, f"{path.name} is no covariance of {vectors.dim} numbers")
+        return covariances
 
     @cached_property
     def stores(self) -> dict[SetName, Store]:

@@ -28,6 +28,8 @@ from farspan.retrieval.hybrid_ranking import (
     Mix,
     System,
     Voice,
+    VoiceScores,
+    cosine_deviation,
     fuse_scores,
     query_form,
     vector_scores,
@@ -154,26 +156,24 @@ def search(
     titled = index.named.get(query.strip().lower(), [])
     words_N[titled] += words_N.max(initial=0)
     known = bool(words_N.any())
+    words_deviation = float(words_N.std())
     ranking_by = choose_ranking(index, system, known)
     if mask_N is not None:
         words_N = np.where(mask_N, words_N, np.float32(0))
 
-    scores: dict[Voice, Scores] = {"bm25": words_N}
+    scores: dict[Voice, VoiceScores] = {"bm25": VoiceScores(words_N, words_deviation)}
     vectors: dict[SetName, Vectors] = {}
-    for voice in ranking_by.mix.voices:
-        if voice != "bm25":
-            name = SETS[voice]
-            embedder = ranking_by.embedders[voice]
-            text = query_form(query) if name == OWN_VECTORS else query
-            vectors[name] = embedder.queries([text])[0]
-            scores[voice] = _vector_scores(index, name, vectors[name], filters, mask_N)
-    if not known and system is None:
-        for voice, name in SETS.items():
-            if voice in scores:
-                threshold = chance_cosine(index, name, ranking_by.embedders[voice], query, filters)
-                scores[voice][scores[voice] <= threshold] = 0
-    single = ranking_by.mix.voices if len(ranking_by.mix.voices) == 1 else ()
-    scores_N = scores[single[0]] if single else fuse_scores(scores, ranking_by.mix)
+    for voice, embedder in ranking_by.embedders.items():
+        name = SETS[voice]
+        vectors[name] = embedder.queries([query_form(query) if name == OWN_VECTORS else query])[0]
+        cosines_N = _vector_scores(index, name, vectors[name], filters, mask_N)
+        if not known and system is None:
+            threshold = chance_cosine(index, name, embedder, query, filters)
+            cosines_N[cosines_N <= threshold] = 0
+        deviation = cosine_deviation(index.covariances[name], vectors[name])
+        scores[voice] = VoiceScores(cosines_N, deviation)
+    first, *others = ranking_by.mix.voices
+    scores_N = fuse_scores(scores, ranking_by.mix) if others else scores[first].scores
 
     # A document that is blank but for its title has no passage to show.
     matched = np.flatnonzero((scores_N > 0) & index.passages.shown_N)

@@ -10,7 +10,9 @@ from farspan.retrieval.names import combining_marks
 _ZWJ = "\u200d"
 #: What belongs to the character before it besides combining marks: joiners, halves of surrogate
 #: pairs, voiced marks of half width, vowels and finals of Korean, skin tones, tags of flags.
-_ATTACHED = "\u1160-\u11ff\u200c\u200d\udc00-\udfff\uff9e\uff9f\U0001f3fb-\U0001f3ff\U000e0020-\U000e007f"
+_ATTACHED = (
+    "\u1160-\u11ff\u200c\u200d\udc00-\udfff\uff9e\uff9f\U0001f3fb-\U0001f3ff\U000e0020-\U000e007f"
+)
 #: Two of these make a flag.
 _FLAG_LETTERS = re.compile("[\U0001f1e6-\U0001f1ff]")
 #: A sequence of more code points is cut: no character is so long.

@@ -69,8 +69,8 @@ def written_set(index: Index) -> SetName:
 
 
 def rows(index: Index, name: SetName) -> Iterator[Row]:
-    """Yield the passages of an index in their order, with the vectors of a set. What a document does
-    not have in a field is empty text."""
+    """Yield the passages of an index in their order, with the vectors of a set. A field that a
+    document lacks is empty text."""
     for start in range(0, index.manifest.chunks, _BATCH):
         batch = np.arange(start, min(start + _BATCH, index.manifest.chunks))
         for row, vector in zip(batch.tolist(), index.vectors(batch, name), strict=True):
