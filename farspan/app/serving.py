@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import datetime
+from functools import cache
 from typing import TYPE_CHECKING
 
 from farspan.app.updates import Progress, ignore_update, note_reporter
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from farspan.app.indexing import IndexHome
     from farspan.retrieval.serve.run_searcher import IndexSearcher
     from farspan.retrieval.serve.site import Served
+    from farspan.runtime.inference import Trained
 
 #: The variable that may hold the token: other users see what a command is given.
 TOKEN_VARIABLE = "FARSPAN_TOKEN"
@@ -31,9 +33,10 @@ def serve_index(
     host: str = "127.0.0.1",
     port: int = 8000,
     token: str | None = None,
+    mcp: bool = False,
 ) -> None:
     """Serve the index of a run, or of a folder, until the process is asked to end. `token` may also
-    be in $FARSPAN_TOKEN.
+    be in $FARSPAN_TOKEN. With `mcp` also by the Model Context Protocol.
 
     Raises Refusal, also for an address that others can reach without a token (out-of-range), and
     where another program listens there (port-taken).
@@ -51,10 +54,38 @@ def serve_index(
             fact=f"there is no module {error.name}",
             remedy=install_command("serve"),
         ) from None
+    if mcp:
+        require_mcp()
     token = token or os.environ.get(TOKEN_VARIABLE) or None
     address = Address(run=home.path, host=host, port=port, token=token)
     report = note_reporter(progress)
-    serve_at(address, describe_served(home), lambda: open_searcher(home, report), report)
+    served = describe_served(home)
+    serve_at(address, served, lambda: open_searcher(home, report), report, mcp=mcp)
+
+
+def serve_mcp(home: IndexHome, progress: Progress = ignore_update) -> None:
+    """Answer a program that started this process, by the Model Context Protocol on standard input
+    and output, until it closes them. Raises Refusal."""
+    require_mcp()
+    from farspan.retrieval.serve.mcp_server import serve_stdio
+
+    report = note_reporter(progress)
+    name = home.path.resolve().name
+    serve_stdio(name, lambda: open_searcher(home, report, load_now=False))
+
+
+def require_mcp() -> None:
+    """Refuse (extra-missing) where the SDK of the Model Context Protocol is not installed."""
+    try:
+        import mcp.server.lowlevel  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise Refusal(
+            "extra-missing",
+            what="the Model Context Protocol needs a library that is not installed",
+            where="farspan mcp",
+            fact=f"there is no module {error.name}",
+            remedy=install_command("mcp"),
+        ) from None
 
 
 def describe_served(home: IndexHome) -> Served:
@@ -93,17 +124,29 @@ def _describe_run(run: RunFolder) -> Served:
     )
 
 
-def open_searcher(home: IndexHome, report: Callable[[str], None]) -> IndexSearcher:
-    """Open an index as it is now, with a run's model where it is of one."""
+def open_searcher(
+    home: IndexHome, report: Callable[[str], None], *, load_now: bool = True
+) -> IndexSearcher:
+    """Open an index as it is now, with a run's model where it is of one; without `load_now` the
+    model is loaded when it is needed first."""
     from farspan.app.indexing import open_index
     from farspan.retrieval.serve.run_searcher import IndexSearcher
 
-    trained = None
-    if isinstance(home, RunFolder):
-        from farspan.runtime.inference import load as load_model
+    @cache
+    def load_model() -> Trained:
+        from farspan.runtime.inference import load as load_trained
         from farspan.runtime.inference import on_gpu
 
-        trained = on_gpu(load_model(home), report)
+        assert isinstance(home, RunFolder)
+        return on_gpu(load_trained(home), report)
+
+    is_run = isinstance(home, RunFolder)
+    trained = load_model() if load_now and is_run else None
     with ExitStack() as stack:
         index = stack.enter_context(open_index(home, trained=trained))
-        return IndexSearcher(index, trained, stack.pop_all().close)
+        if load_now:
+            # A fault of a model shows now, not at the first search.
+            _ = index.encoder
+            if index.manifest.origin is not None:
+                _ = index.own
+        return IndexSearcher(index, load_model if is_run else None, stack.pop_all().close)

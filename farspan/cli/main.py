@@ -50,6 +50,7 @@ ORDER = (
     "tune",
     "search",
     "serve",
+    "mcp",
     "export",
 )
 

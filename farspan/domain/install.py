@@ -18,6 +18,8 @@ EXTRAS = {
     "datasets": "hf",
     "faiss": "faiss",
     "fastapi": "serve",
+    "mcp": "mcp",
+    "mcp_types": "mcp",
     "pgvector": "pgvector",
     "psycopg": "pgvector",
     "pyarrow": "parquet",

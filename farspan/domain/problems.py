@@ -58,6 +58,8 @@ EXIT_CODES = {
     "preempted": 50,
     "corpus-damaged": 51,
     "device-busy": 52,
+    "no-model": 57,
+    "llm-unusable": 58,
     "interrupted": 130,
 }
 

@@ -14,6 +14,7 @@ the old one. Nothing here imports PyTorch: words alone are searched without a mo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -383,7 +384,7 @@ class Index:
         """Return the vectors (N, E) of passages in a set."""
         return self.stores[name].vectors(self.passages.rows_N["id"][rows].tolist())
 
-    def masked(self, where: dict[str, str]) -> np.ndarray:
+    def masked(self, where: Mapping[str, object]) -> np.ndarray:
         """Which documents (N) have these values in these fields, in one of their places; refuses
         an unknown field."""
         for name in where:

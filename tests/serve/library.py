@@ -10,9 +10,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from farspan.domain.corpus import Place
+from farspan.domain.corpus import Place, cite_place
 from farspan.domain.problems import Refusal
 from farspan.domain.struct_files import load, write_atomically
+from farspan.retrieval.browse import Documents, ListedDocument, Surrounded
 from farspan.retrieval.hybrid_ranking import System
 from farspan.retrieval.index import (
     OWN_VECTORS,
@@ -110,25 +111,19 @@ class ListSearcher:
         query: str,
         k: int,
         system: System | None = None,
-        where: Mapping[str, str] | None = None,
+        where: Mapping[str, object] | None = None,
         offset: int = 0,
     ) -> Answer:
         assert not self.closed
         self._hold(query, lambda: False)
         if query == "fault":
             raise ZeroDivisionError("/etc/secret")
-        for name in where or {}:
-            if name not in self.fields:
-                raise unknown_field(name, self.fields)
         terms = {*words(query)}
         near = self.vectors @ vector(query)
         found_rows = []
         for row, text in enumerate(self.texts):
-            has = {"title": text.title, "origin": text.origin, **text.metadata}
             count = sum(word in terms for word in words(f"{text.title} {text.text}"))
-            if all(has.get(name) == value for name, value in (where or {}).items()) and (
-                count or system == "model"
-            ):
+            if self._has(text, where) and (count or system == "model"):
                 found_rows.append((count if system != "model" else float(near[row]), row))
         found_rows.sort(reverse=True)
         results = [
@@ -179,6 +174,41 @@ class ListSearcher:
 
     def passage(self, chunk_id: str) -> Result:
         return self._result(self._row(chunk_id), set(), 0.0, None)
+
+    def surround(self, chunk_id: str, before: int, after: int) -> Surrounded:
+        row = self._row(chunk_id)
+        around = [self._result(other, set(), 0.0, None) for other in range(len(self.texts))]
+        return Surrounded(
+            passage=around[row],
+            before=tuple(around[max(row - before, 0) : row]),
+            after=tuple(around[row + 1 : row + 1 + after]),
+        )
+
+    def documents(
+        self, k: int, offset: int = 0, where: Mapping[str, object] | None = None
+    ) -> Documents:
+        rows = [row for row, text in enumerate(self.texts) if self._has(text, where)]
+        listed = []
+        for row in rows[offset : offset + k]:
+            text = self.texts[row]
+            listed.append(
+                ListedDocument(
+                    id=self.ids[row],
+                    title=text.title,
+                    origin=text.origin,
+                    place=cite_place(text.origin, text.line, text.page),
+                    passages=1,
+                    metadata=text.metadata,
+                )
+            )
+        return Documents(documents=tuple(listed), total=len(rows))
+
+    def _has(self, text: Text, where: Mapping[str, object] | None) -> bool:
+        for name in where or {}:
+            if name not in self.fields:
+                raise unknown_field(name, self.fields)
+        has = {"title": text.title, "origin": text.origin, **text.metadata}
+        return all(has.get(name) == value for name, value in (where or {}).items())
 
     def similar(self, chunk_id: str, k: int) -> tuple[Result, ...]:
         row = self._row(chunk_id)

@@ -7,6 +7,7 @@ import http.cookies
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -25,6 +26,8 @@ class Setting(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     limits: Limits = Limits()
     #: Opening an index takes so long.
     opening_s: float = 0.0
+    #: By the Model Context Protocol: also at an address, or on standard input and output alone.
+    mcp: Literal["", "http", "stdio"] = ""
 
 
 def forbid_cookie_parser() -> None:
@@ -41,9 +44,16 @@ def main(run: Path, setting: Setting) -> int:
         time.sleep(setting.opening_s)
         searcher = ListSearcher(run)
         close = searcher.close
-        searcher.close = lambda: (close(), print(f"closed {len(searcher.texts)}", flush=True))[0]
+        if setting.mcp != "stdio":
+            closed = f"closed {len(searcher.texts)}"
+            searcher.close = lambda: (close(), print(closed, flush=True))[0]
         return searcher
 
+    if setting.mcp == "stdio":
+        from farspan.retrieval.serve.mcp_server import serve_stdio
+
+        serve_stdio(run.name, opened, setting.limits)
+        return 0
     served = Served(
         name=run.name,
         created=1,
@@ -55,7 +65,14 @@ def main(run: Path, setting: Setting) -> int:
     )
     address = Address(run=run, host=setting.host, port=setting.port, token=setting.token)
     try:
-        serve(address, served, opened, lambda line: print(line, flush=True), setting.limits)
+        serve(
+            address,
+            served,
+            opened,
+            lambda line: print(line, flush=True),
+            setting.limits,
+            mcp=setting.mcp == "http",
+        )
     except Refusal as refusal:
         print(refusal.problem, file=sys.stderr)
         return refusal.problem.exit_code

@@ -13,6 +13,11 @@ HELP = "search the documents in a browser, and an API"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     takes_run(parser)
+    takes_address(parser)
+
+
+def takes_address(parser: argparse.ArgumentParser) -> None:
+    """Add where a server listens, and its token."""
     parser.add_argument(
         "--host",
         default="127.0.0.1",

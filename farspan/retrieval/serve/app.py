@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 
 from fastapi import Depends, FastAPI, Request
 from starlette.middleware import Middleware
@@ -21,15 +21,32 @@ from farspan.retrieval.serve.site import ServedIndex
 
 
 def create_app(
-    site: ServedIndex, entrance: Entrance, announced: Callable[[], AbstractContextManager[object]]
+    site: ServedIndex,
+    entrance: Entrance,
+    announced: Callable[[], AbstractContextManager[object]],
+    *,
+    mcp: bool = False,
 ) -> FastAPI:
-    """Return the application of a site; `announced` lasts as long as it accepts requests."""
+    """Return the application of a site; `announced` lasts as long as it accepts requests.
+
+    With `mcp` it also has the address of the Model Context Protocol.
+    """
     check_token = token_check(entrance)
     files = read_files(site.served.name)
+    endpoint = None
+    mcp_routes = []
+    if mcp:
+        from farspan.retrieval.serve.mcp_routes import mcp_route
+
+        route, endpoint = mcp_route(site, check_token)
+        mcp_routes.append(route)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        with announced():
+        async with AsyncExitStack() as stack:
+            if endpoint is not None:
+                await stack.enter_async_context(endpoint.manager.run())
+            stack.enter_context(announced())
             yield
 
     app = FastAPI(
@@ -47,6 +64,7 @@ def create_app(
     app.include_router(page_routes(site, files, entrance, check_token))
     app.include_router(api_routes(site), dependencies=token_needed)
     app.include_router(openai_routes(site), dependencies=token_needed)
+    app.router.routes.extend(mcp_routes)
 
     @app.get("/openapi.json", include_in_schema=False, dependencies=token_needed)
     async def openapi() -> Response:

@@ -1,36 +1,42 @@
-"""The searcher over a run's own index and model."""
+"""The searcher over an index, with the run's model where there is one. The model is loaded when it
+is needed first: words alone are searched without PyTorch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from farspan.corpus.tokenizer import Tokenizer
-from farspan.retrieval.embed import Embedder
+from farspan.domain.problems import Refusal
+from farspan.retrieval import browse
 from farspan.retrieval.hybrid_ranking import System, query_form
 from farspan.retrieval.index import INDEX_MANIFEST, Index, IndexManifest
 from farspan.retrieval.search import Answer, Result, passage, search, similar
 from farspan.retrieval.serve.searcher import POINTS, Kind
 from farspan.retrieval.stores import Vectors
-from farspan.runtime.model.decoder import Decoder
-from farspan.runtime.model.generate import generate
+
+if TYPE_CHECKING:
+    from farspan.runtime.inference import Trained
 
 
 class IndexSearcher:
-    """A `Searcher`. `close` is called once it is done with, and closes the index."""
+    """A `Searcher`.
+
+    `load_model` returns the model that the index is of; None where there is none. `close` is called
+    once it is done with, and closes the index.
+    """
 
     def __init__(
-        self, index: Index, model: Decoder, tokenizer: Tokenizer, close: Callable[[], None]
+        self,
+        index: Index,
+        load_model: Callable[[], Trained] | None,
+        close: Callable[[], None],
     ) -> None:
         self._index = index
-        self._model = model
-        self._tokenizer = tokenizer
+        self._load_model = load_model
         self.close = close
-        embedder = index.embedder
-        assert isinstance(embedder, Embedder)
-        self._embedder = embedder
 
     @property
     def manifest(self) -> IndexManifest:
@@ -45,13 +51,22 @@ class IndexSearcher:
         query: str,
         k: int,
         system: System | None = None,
-        where: Mapping[str, str] | None = None,
+        where: Mapping[str, object] | None = None,
         offset: int = 0,
     ) -> Answer:
-        return search(self._index, query, k, system, where, offset)
+        values = {name: str(value) for name, value in (where or {}).items()}
+        return search(self._index, query, k, system, values, offset)
 
     def passage(self, chunk_id: str) -> Result:
         return passage(self._index, chunk_id)
+
+    def surround(self, chunk_id: str, before: int, after: int) -> browse.Surrounded:
+        return browse.surround(self._index, chunk_id, before, after)
+
+    def documents(
+        self, k: int, offset: int = 0, where: Mapping[str, object] | None = None
+    ) -> browse.Documents:
+        return browse.list_documents(self._index, k, offset, where)
 
     def similar(self, chunk_id: str, k: int) -> tuple[Result, ...]:
         return similar(self._index, chunk_id, k)
@@ -70,12 +85,17 @@ class IndexSearcher:
         )
 
     def embed(self, texts: list[str], kind: Kind) -> tuple[Vectors, list[int], int]:
+        from farspan.retrieval.embed import Embedder
+
+        trained = self._trained()
         own = [query_form(text) for text in texts] if kind == "query" else texts
-        lengths = [len(tokens) for tokens in self._tokenizer.encode_batch(own)]
+        lengths = [len(tokens) for tokens in trained.tokenizer.encode_batch(own)]
         # The end of text comes first.
-        most = self._model.spec.context - 1
+        most = trained.model.spec.context - 1
         cut = [max(length - most, 0) for length in lengths]
-        vectors = self._embedder.queries(own) if kind == "query" else self._embedder.passages(own)
+        embedder = self._index.embedder
+        assert isinstance(embedder, Embedder)
+        vectors = embedder.queries(own) if kind == "query" else embedder.passages(own)
         return vectors, cut, sum(lengths) - sum(cut)
 
     def generate(
@@ -87,9 +107,12 @@ class IndexSearcher:
         seed: int,
         enough: Callable[[], bool] = lambda: False,
     ) -> str:
+        from farspan.runtime.model.generate import generate
+
+        trained = self._trained()
         return generate(
-            self._model,
-            self._tokenizer,
+            trained.model,
+            trained.tokenizer,
             prompt,
             tokens=tokens,
             temperature=temperature,
@@ -98,9 +121,24 @@ class IndexSearcher:
             enough=enough,
         )
 
+    def _trained(self) -> Trained:
+        if self._load_model is None:
+            raise no_model(self._index.path)
+        return self._load_model()
+
     def stamp(self) -> tuple[int, int]:
         there = (self._index.path / INDEX_MANIFEST).stat()
         return there.st_mtime_ns, there.st_ino
+
+
+def no_model(where: object) -> Refusal:
+    return Refusal(
+        "no-model",
+        what="there is no model that writes or embeds",
+        where=where,
+        fact="only an index is open, and it belongs to no run",
+        remedy="train one on the same text: farspan init FOLDER",
+    )
 
 
 def plane(vectors_NE: Vectors) -> npt.NDArray[np.float64]:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from farspan.retrieval.browse import Documents, Surrounded
     from farspan.retrieval.hybrid_ranking import System
     from farspan.retrieval.index import IndexManifest
     from farspan.retrieval.search import Answer, Result
@@ -21,7 +22,8 @@ POINTS = 5_000
 class Searcher(Protocol):
     """An index that is open, and its model. Several threads may ask at once.
 
-    `search`, `similar` and `passage` raise Refusal (usage) for a field or an id that there is not.
+    `search`, `similar`, `passage`, `surround` and `documents` raise Refusal (usage) for a field or
+    an id that there is not; `embed` and `generate` (no-model) where there is only an index.
     """
 
     @property
@@ -36,11 +38,19 @@ class Searcher(Protocol):
         query: str,
         k: int,
         system: System | None = None,
-        where: Mapping[str, str] | None = None,
+        where: Mapping[str, object] | None = None,
         offset: int = 0,
     ) -> Answer: ...
 
     def passage(self, chunk_id: str) -> Result: ...
+
+    def surround(self, chunk_id: str, before: int, after: int) -> Surrounded:
+        """Return a passage with up to `before` and `after` passages of its document around it."""
+
+    def documents(
+        self, k: int, offset: int = 0, where: Mapping[str, object] | None = None
+    ) -> Documents:
+        """Return documents in the order of the source."""
 
     def similar(self, chunk_id: str, k: int) -> tuple[Result, ...]: ...
 

@@ -21,7 +21,7 @@ from farspan.retrieval.serve.guard import Entrance, GuardedProtocol
 from farspan.retrieval.serve.limits import Limits
 from farspan.retrieval.serve.searcher import Searcher
 from farspan.retrieval.serve.server_info import remove_server_info, write_server_info
-from farspan.retrieval.serve.site import Served, ServedIndex
+from farspan.retrieval.serve.site import MCP_PATH, Served, ServedIndex
 
 _TOKEN = re.compile(r"[A-Za-z0-9._~-]{16,200}")
 #: Seconds that an idle connection is kept.
@@ -47,6 +47,8 @@ def serve(
     open_searcher: Callable[[], Searcher],
     report: Callable[[str], None],
     limits: Limits = Limits(),
+    *,
+    mcp: bool = False,
 ) -> None:
     """Serve until SIGINT or SIGTERM, then finish the requests that are in flight.
 
@@ -70,6 +72,8 @@ def serve(
         def announced() -> Iterator[None]:
             info = write_server_info(address.run, f"http://{host}:{port}", address.token)
             report(f"serving {address.run} at http://{shown_host}:{port}/{query}")
+            if mcp:
+                report(f"MCP at http://{shown_host}:{port}{MCP_PATH}")
             report(f"Ctrl-C stops the server; requests in flight get {limits.end_s:g} s")
             try:
                 yield
@@ -77,7 +81,8 @@ def serve(
                 remove_server_info(address.run, info)
 
         with closing(ServedIndex(served, open_searcher, limits)) as site:
-            server = SearchServer(server_config(create_app(site, entrance, announced), limits))
+            app = create_app(site, entrance, announced, mcp=mcp)
+            server = SearchServer(server_config(app, limits))
             server.run(sockets=[listener])
     report("ended")
 

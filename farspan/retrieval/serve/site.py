@@ -23,6 +23,8 @@ from farspan.retrieval.serve.request_queue import WorkThreads
 from farspan.retrieval.serve.searcher import Searcher
 
 T = TypeVar("T")
+#: Where the Model Context Protocol is served.
+MCP_PATH = "/mcp"
 
 
 @dataclass(frozen=True, kw_only=True)
