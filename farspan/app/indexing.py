@@ -392,11 +392,11 @@ def is_stale(home: IndexHome, manifest: IndexManifest) -> bool:
     is no folder."""
     from farspan.corpus.sources import folder
 
-    source = data_config(home).source
-    if not manifest.source or not Path(source).expanduser().exists():
+    data = data_config(home)
+    if not manifest.source or not Path(data.source).expanduser().exists():
         return False
     with suppress(Refusal, OSError):
-        return folder.open_source(source).fingerprint() != manifest.source
+        return folder.open_source(data.source, data.fields).fingerprint() != manifest.source
     return True
 
 

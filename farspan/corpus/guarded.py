@@ -22,11 +22,12 @@ from farspan.corpus.processes import (
     silence_errors,
     start_beside,
 )
-from farspan.corpus.reading import UnreadableFile, first_words
+from farspan.corpus.reading import ReadOptions, UnreadableFile, first_words
 from farspan.domain.corpus import Document, Skipped, make_encodable
 
-#: Gives the documents of a file; None says that it goes on, as between pages.
-Reader = Callable[[Path], Iterator[Document | Skipped | None]]
+#: Gives the documents of a file; None says that it goes on, as between pages. It is given the
+#: options too, where there are some.
+Reader = Callable[..., Iterator[Document | Skipped | None]]
 
 #: Memory of the process beyond what it starts with. Pages of an honest file have a MiB or so.
 MEMORY_BYTES = 1 << 30
@@ -43,6 +44,7 @@ class _Request(msgspec.Struct):
     module: str
     reader: str
     file: bytes
+    options: ReadOptions | None
 
 
 class _Batch(msgspec.Struct, omit_defaults=True):
@@ -66,13 +68,15 @@ class GuardedReader:
         self._process: ChildProcess | None = None
         self._channel: ProcessChannel | None = None
 
-    def read(self, reader: Reader, file: Path) -> Iterator[Document | Skipped]:
+    def read(
+        self, reader: Reader, file: Path, options: ReadOptions | None = None
+    ) -> Iterator[Document | Skipped]:
         """Yield the documents of a file. Raises UnreadableFile for one that takes too much, or that
         the reader cannot read."""
         if self._channel is None:
             self._process, self._channel = start_beside(_serve_requests, *self._limits)
         channel = self._channel
-        request = _Request(reader.__module__, reader.__qualname__, os.fsencode(file))
+        request = _Request(reader.__module__, reader.__qualname__, os.fsencode(file), options)
         is_whole = False
         try:
             channel.send(msgspec.msgpack.encode(request))
@@ -118,7 +122,9 @@ def _serve_requests(channel: ProcessChannel, memory_bytes: int, cpu_s: int) -> N
         end = _Batch(ended=True)
         try:
             reader = getattr(importlib.import_module(request.module), request.reader)
-            _send_documents(channel, reader, Path(os.fsdecode(request.file)), cpu_s)
+            file = Path(os.fsdecode(request.file))
+            items = reader(file, request.options) if request.options else reader(file)
+            _send_documents(channel, items, cpu_s)
         except UnreadableFile as error:
             end = _Batch(ended=True, reason=error.reason, detail=make_encodable(error.detail))
         except MemoryError:
@@ -130,11 +136,13 @@ def _serve_requests(channel: ProcessChannel, memory_bytes: int, cpu_s: int) -> N
         channel.send(msgspec.msgpack.encode(end))
 
 
-def _send_documents(channel: ProcessChannel, reader: Reader, file: Path, cpu_s: int) -> None:
+def _send_documents(
+    channel: ProcessChannel, items: Iterator[Document | Skipped | None], cpu_s: int
+) -> None:
     batch = _Batch()
     chars = 0
     limit_cpu(cpu_s)
-    for item in reader(file):
+    for item in items:
         limit_cpu(cpu_s)
         if isinstance(item, Document):
             batch.documents.append(_make_encodable(item))
@@ -157,8 +165,15 @@ def _make_encodable(document: Document) -> Document:
     metadata = {
         make_encodable(key): make_encodable(value) for key, value in document.metadata.items()
     }
+    headings = document.headings
+    if headings is not msgspec.UNSET:
+        headings = tuple(
+            msgspec.structs.replace(heading, title=make_encodable(heading.title))
+            for heading in headings
+        )
     return msgspec.structs.replace(
         document,
+        headings=headings,
         title=make_encodable(document.title),
         text=make_encodable(document.text),
         origin=make_encodable(document.origin),

@@ -81,7 +81,7 @@ def prepare_corpus(
     what cannot be read, a corpus that is empty or whose validation split would be, a tokenizer that
     does not fit, and a disk with too little room.
     """
-    source = open_source(data.source)
+    source = open_source(data.source, data.fields)
     key = _corpus_key(source, data, tokenizer)
     if prepared := _find_prepared(root, key, write_line, verified=verified):
         if data.bad == "refuse":
@@ -123,7 +123,7 @@ def read_text(
 
     Where the source is as it was, this is the corpus's own text. Refuses what cannot be read.
     """
-    source = open_source(data.source)
+    source = open_source(data.source, data.fields)
     fingerprint = source.fingerprint()
     known = _find_prepared(root, _corpus_key(source, data, tokenizer), drop_message)
     if known is not None and known[1].hash == digest:
@@ -140,7 +140,7 @@ def read_source(data: DataConfig, root: Path, *, workers: int, write_line: Write
 
     No tokenizer is needed. Refuses what cannot be read.
     """
-    return _read_source(open_source(data.source), data, root, workers, write_line)
+    return _read_source(open_source(data.source, data.fields), data, root, workers, write_line)
 
 
 def _read_source(

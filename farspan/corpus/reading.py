@@ -17,9 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
+import msgspec
 import zstandard
 
 from farspan.corpus.documents import open_zst
+from farspan.domain.config import FieldsConfig
 
 #: The longest line, row, page of HTML or text of a PDF that is read: five times War and Peace.
 #: What is longer is left out, and never held in memory. Plain text is read by parts of any file.
@@ -42,6 +44,12 @@ _MARKS = {
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
+#: The most that an archive may unpack to, as a multiple of its size: text packs to a tenth, logs and
+#: tables to a fiftieth, and deflate makes a thousandth of zeros.
+MAX_UNPACKED_RATIO = 200
+#: What unpacks to no more than this is read whatever its ratio.
+UNSUSPICIOUS_BYTES = 1 << 20
+UNPACKS_TOO_FAR = f"unpacks to more than {MAX_UNPACKED_RATIO} times its size"
 UNKNOWN_ENCODING = "in an unknown encoding"
 #: The encodings that are guessed, those of the web (WHATWG Encoding Standard) in Python's names.
 #: Of two that fit a text alike the earlier one is taken.
@@ -69,6 +77,18 @@ _DECLARATION = re.compile(
 )
 
 
+class ReadOptions(msgspec.Struct, frozen=True):
+    """What a reader is given with its file: its ending and encoding, and the columns of rows."""
+
+    ending: str = ""
+    encoding: str = UTF8
+    fields: FieldsConfig = FieldsConfig()
+
+    def stem(self, file: Path) -> str:
+        """Return the name of a file without the ending that decides its format."""
+        return file.name[: len(file.name) - len(self.ending)] or file.name
+
+
 class UnreadableFile(Exception):
     """A file that cannot be read as what its name promises. `reason` is the same for all of a
     kind."""
@@ -79,23 +99,31 @@ class UnreadableFile(Exception):
         self.detail = detail
 
 
-def find_encoding(file: Path, *, page: bool = False) -> str:
+def find_encoding(file: Path, *, page: bool = False, max_ratio: int = 0) -> str:
     """Detect the encoding of a text file, which is read to its end for this.
 
     `page`: an HTML page, which may declare its encoding. Raises UnreadableFile for a damaged
-    archive and for what is no text.
+    archive, for one that unpacks to more than `max_ratio` times its size, and for what is no text.
     """
     decoder = codecs.getincrementaldecoder(UTF8)()
-    with _refusing_damage(), open_unpacked(file) as stream:
+    most = max(UNSUSPICIOUS_BYTES, max_ratio * file.stat().st_size) if max_ratio else 0
+    with refusing_damage(), open_unpacked(file) as stream:
         head = chunk = stream.read(CHUNK_BYTES)
         is_utf8 = True
+        size = 0
         while chunk:
+            size += len(chunk)
+            if most and size > most:
+                raise UnreadableFile(UNPACKS_TOO_FAR)
             try:
                 # Most text is ASCII, which takes no decoding.
                 if is_utf8 and not (chunk.isascii() and not decoder.getstate()[0]):
                     decoder.decode(chunk)
             except UnicodeDecodeError:
                 is_utf8 = False
+                if size == len(head) and b"\0" in head and not _has_mark(head):
+                    # Such as a film: the rest decides nothing.
+                    break
             chunk = stream.read(CHUNK_BYTES)
     if head.startswith(b"%PDF-"):
         raise UnreadableFile("a PDF by its content, not a text")
@@ -108,6 +136,22 @@ def find_encoding(file: Path, *, page: bool = False) -> str:
         raise UnreadableFile("binary data, not text")
     declared = _declared_encoding(head) if page else None
     return declared or _guess_encoding(file)
+
+
+def _has_mark(head: bytes) -> bool:
+    return any(map(head.startswith, _MARKS))
+
+
+def check_packed(file: Path, max_ratio: int) -> None:
+    """Go through a packed file. Raises UnreadableFile for a damaged one, and for one that unpacks
+    to more than `max_ratio` times its size."""
+    most = max(UNSUSPICIOUS_BYTES, max_ratio * file.stat().st_size)
+    with refusing_damage(), open_unpacked(file) as stream:
+        size = 0
+        while chunk := stream.read(CHUNK_BYTES):
+            size += len(chunk)
+            if size > most:
+                raise UnreadableFile(UNPACKS_TOO_FAR)
 
 
 def open_utf8(file: Path, encoding: str) -> IO[bytes]:
@@ -196,7 +240,7 @@ def _skip_frame(packed: IO[bytes]) -> None:
 
 
 @contextmanager
-def _refusing_damage() -> Iterator[None]:
+def refusing_damage() -> Iterator[None]:
     """Turn what the readers of archives raise for a damaged one into UnreadableFile."""
     try:
         yield

@@ -1,11 +1,11 @@
-"""Rows as documents: JSON lines, JSON arrays and Parquet files, each row bounded."""
+"""Rows as documents: JSON lines, JSON arrays, tables and Parquet files, each row bounded."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,15 +18,23 @@ from farspan.corpus.reading import (
     first_words,
     open_utf8,
 )
+from farspan.domain.config import FieldsConfig
 from farspan.domain.corpus import Document, Skipped
 
 TEXT_FIELDS = ("text", "content", "body")
+TITLE_FIELD = "title"
 #: Bytes of a row in addition to its text: they stand with every part of a long text.
 MAX_FIELDS_BYTES = 1 << 20
-NO_TEXT = f"no text in a column {', '.join(TEXT_FIELDS[:-1])} or {TEXT_FIELDS[-1]}"
 NOT_JSON = "not a JSON object"
 FIELDS_TOO_LONG = f"its fields beside the text are longer than {MAX_FIELDS_BYTES >> 20} MiB"
 TOO_MUCH_MEMORY = "takes too much memory"
+#: Between the columns that make one text, and between the items of a list.
+_COLUMNS_APART = "\n\n"
+_ITEMS_APART = "\n"
+#: Lists in lists, and objects in them, whose text is taken.
+_MAX_DEPTH = 8
+#: Characters of a row's own name; what is longer is no name.
+_MAX_ID_CHARS = 200
 #: Columns that are named where none of them holds text.
 _COLUMNS_SHOWN = 8
 #: Rows of a Parquet file that are decoded at a time; one where so many take too much memory.
@@ -41,8 +49,17 @@ _BLANK = b" \t\r\n"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-def read_json_rows(file: Path, encoding: str) -> Iterator[Document | Skipped]:
-    """Read an object a line, or a JSON array of objects, or objects over several lines each."""
+def read_json_rows(
+    file: Path,
+    encoding: str,
+    fields: FieldsConfig = FieldsConfig(),
+    *,
+    unwrap: bool = False,
+) -> Iterator[Document | Skipped]:
+    """Read an object a line, or a JSON array of objects, or objects over several lines each.
+
+    `unwrap`: an object that has no text itself but a list of objects stands for these.
+    """
     has_no_lines = _has_no_lines(file, encoding)
     with open_utf8(file, encoding) as stream:
         rows = json_values(stream) if has_no_lines else bounded_lines(stream)
@@ -54,7 +71,7 @@ def read_json_rows(file: Path, encoding: str) -> Iterator[Document | Skipped]:
                 # Some editors begin a file with a byte-order mark; JSON has none.
                 row = row.removeprefix(_BYTE_ORDER_MARK)
             if row.strip(_BLANK):
-                yield _json_row(row, file, number)
+                yield from _json_row(row, file, number, fields, unwrap)
 
 
 def _has_no_lines(file: Path, encoding: str) -> bool:
@@ -79,19 +96,41 @@ def _is_json(row: bytes) -> bool:
         return False
 
 
-def _json_row(row: bytes, file: Path, number: int) -> Document | Skipped:
+def _json_row(
+    row: bytes, file: Path, number: int, fields: FieldsConfig, unwrap: bool
+) -> Iterator[Document | Skipped]:
     # Lists and objects take up to sixty times the memory of their text; strings do not.
     if len(row) > MAX_FIELDS_BYTES and len(_STRING.sub(b"", row)) > MAX_FIELDS_BYTES:
-        return Skipped.row(file, number, FIELDS_TOO_LONG)
+        yield Skipped.row(file, number, FIELDS_TOO_LONG)
+        return
     try:
         value = json.loads(row)
     except json.JSONDecodeError as error:
-        return Skipped.row(file, number, NOT_JSON, error.msg)
+        yield Skipped.row(file, number, NOT_JSON, error.msg)
+        return
     except (ValueError, RecursionError) as error:
-        return Skipped.row(file, number, NOT_JSON, first_words(error))
+        yield Skipped.row(file, number, NOT_JSON, first_words(error))
+        return
     if not isinstance(value, dict):
-        return Skipped.row(file, number, NOT_JSON, f"a {type(value).__name__}")
-    return row_document(value, file, number)
+        yield Skipped.row(file, number, NOT_JSON, f"a {type(value).__name__}")
+        return
+    inner = _inner_rows(value, fields) if unwrap and not has_text(value, fields) else []
+    if not inner:
+        yield row_document(value, file, number, fields=fields)
+    for place, inner_row in enumerate(inner, 1):
+        origin = f"{file}:{number}.{place}"
+        title = f"{file.name}:{number}.{place}"
+        yield row_document(inner_row, file, number, origin=origin, title=title, fields=fields)
+
+
+def _inner_rows(value: dict[str, Any], fields: FieldsConfig) -> list[dict[str, Any]]:
+    """Return the rows of the first list in an object whose first item is a row with text."""
+    for items in value.values():
+        if isinstance(items, list) and items and isinstance(items[0], dict):
+            rows = [item for item in items if isinstance(item, dict)]
+            if has_text(rows[0], fields):
+                return rows
+    return []
 
 
 def json_values(stream: IO[bytes], most: int = MAX_DOCUMENT_BYTES) -> Iterator[bytes | None]:
@@ -177,36 +216,116 @@ class _Value:
 
 
 def row_document(
-    row: dict[str, Any], file: Path, number: int, *, origin: str = "", title: str = ""
+    row: Mapping[str, Any],
+    file: Path,
+    number: int,
+    *,
+    origin: str = "",
+    title: str = "",
+    fields: FieldsConfig = FieldsConfig(),
 ) -> Document | Skipped:
-    """Turn a row into a document: text column, title, every other scalar as metadata."""
-    field = next((field for field in TEXT_FIELDS if isinstance(row.get(field), str)), None)
-    if field is None:
-        return Skipped.row(file, number, NO_TEXT, _columns_shown(row))
-    text = row[field]
+    """Turn a row into a document: text, title, every other scalar as metadata.
+
+    `origin` and `title` are those of a row that names none; by default its file and number.
+    """
+    text_columns = _text_columns(row, fields)
+    if not text_columns:
+        return Skipped.row(file, number, lacks_text(fields), describe_columns(row))
+    texts = [_flatten_text(_value_of(row, column)) for column in text_columns]
+    text = _COLUMNS_APART.join(filter(None, texts))
     # A character is a byte or more.
     if len(text) > MAX_DOCUMENT_BYTES:
         return Skipped.row(file, number, TOO_LONG)
+    title_column = _find_column(row, fields.title or TITLE_FIELD) or ""
+    name = _value_of(row, title_column)
+    if not isinstance(name, str | int | float):
+        name = ""
     metadata = {}
     for key, value in row.items():
-        if key not in (field, "title") and isinstance(value, str | int | float):
+        if key not in text_columns and key != title_column and isinstance(value, str | int | float):
             metadata[str(key)] = str(value)
-    name = row.get("title")
-    fields = [*metadata, *metadata.values()]
-    if isinstance(name, str):
-        fields.append(name)
-    if sum(map(len, fields)) > MAX_FIELDS_BYTES:
+    if sum(map(len, (*metadata, *metadata.values(), str(name)))) > MAX_FIELDS_BYTES:
         return Skipped.row(file, number, FIELDS_TOO_LONG)
+    id_column = _find_column(row, fields.id) if fields.id else None
+    row_id = " ".join(str(_value_of(row, id_column or "") or "").split())
+    if row_id and len(row_id) <= _MAX_ID_CHARS:
+        origin = f"{file}:{row_id}"
+        title = title or f"{file.name}:{row_id}"
     return Document(
-        title=str(name or title or file.stem),
+        title=str(name or title or f"{file.name}:{number}"),
         text=text,
         origin=origin or f"{file}:{number}",
         metadata=metadata,
     )
 
 
-def read_parquet(file: Path) -> Iterator[Document | Skipped]:
-    """Yield the rows of a Parquet file. Raises UnreadableFile if no column can hold the text.
+def lacks_text(fields: FieldsConfig) -> str:
+    """Return why a row without text is left out."""
+    columns = fields.texts or TEXT_FIELDS
+    *others, last = columns
+    return f"no text in a column {', '.join(others)} or {last}" if others else f"no text in {last}"
+
+
+def has_columns(columns: Mapping[str, Any], fields: FieldsConfig) -> bool:
+    """Return True if a column can hold the text of rows, also where that of a row is empty."""
+    return any(_find_column(columns, name) for name in fields.texts or TEXT_FIELDS)
+
+
+def has_text(row: Mapping[str, Any], fields: FieldsConfig) -> bool:
+    """Return True for a row that makes a document."""
+    return bool(_text_columns(row, fields))
+
+
+def _text_columns(row: Mapping[str, Any], fields: FieldsConfig) -> list[str]:
+    """Return the columns that make a row's text: all that are named and hold some, or the first of
+    the usual ones that holds a text."""
+    columns = []
+    for name in fields.texts or TEXT_FIELDS:
+        column = _find_column(row, name)
+        value = None if column is None else _value_of(row, column)
+        if fields.texts and _flatten_text(value):
+            columns.append(column or "")
+        elif not fields.texts and isinstance(value, str):
+            return [column or ""]
+    return columns
+
+
+def _find_column(row: Mapping[str, Any], name: str) -> str | None:
+    """Return the column of a name: as it is written, in other letters, or `object.key`."""
+    if name in row:
+        return name
+    folded = name.casefold()
+    for column in row:
+        if isinstance(column, str) and column.casefold() == folded:
+            return column
+    outer, dot, _ = name.partition(".")
+    return name if dot and isinstance(row.get(outer), dict) else None
+
+
+def _value_of(row: Mapping[str, Any], column: str) -> Any:
+    if column in row:
+        return row[column]
+    value: Any = row
+    for key in column.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _flatten_text(value: Any, depth: int = 0) -> str:
+    """Return the text of a value of a named column: that of lists and objects is that of their
+    items, each on a line."""
+    if isinstance(value, str):
+        return value
+    if value is None or depth > _MAX_DEPTH:
+        return ""
+    if isinstance(value, list | tuple | dict):
+        items = value.values() if isinstance(value, dict) else value
+        return _ITEMS_APART.join(filter(None, (_flatten_text(item, depth + 1) for item in items)))
+    return str(value) if isinstance(value, int | float) else ""
+
+
+def read_parquet(file: Path, fields: FieldsConfig = FieldsConfig()) -> Iterator[Document | Skipped]:
+    """Read the rows of a Parquet file. Raises UnreadableFile if no column can hold the text.
 
     To be run where memory is bounded: a page of a few bytes may claim to hold gigabytes.
     """
@@ -214,32 +333,46 @@ def read_parquet(file: Path) -> Iterator[Document | Skipped]:
 
     # Pages are read one by one, not a row group's at once.
     table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
-    # Lists and objects become no part of a document.
+    # Lists and objects become no part of a document, unless they are named as its text.
     texts: list[str] = []
     scalars: list[str] = []
+    names = table.schema_arrow.names
+    columns = dict.fromkeys(names)
+    named = {_find_column(columns, name.partition(".")[0]) for name in fields.texts}
     for field in table.schema_arrow:
         kind = field.type.value_type if types.is_dictionary(field.type) else field.type
-        if types.is_string(kind) or types.is_large_string(kind):
+        is_text = types.is_string(kind) or types.is_large_string(kind)
+        if field.name in named or (is_text and not fields.texts):
             texts.append(field.name)
+        is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
+        if is_text or is_number or field.name in named:
             scalars.append(field.name)
-        elif types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind):
-            scalars.append(field.name)
-    if not {*TEXT_FIELDS} & {*texts}:
-        raise UnreadableFile(NO_TEXT, _columns_shown(table.schema_arrow.names))
+    known = dict.fromkeys(texts, "")
+    if not texts or not (fields.texts or any(_find_column(known, name) for name in TEXT_FIELDS)):
+        raise UnreadableFile(lacks_text(fields), describe_columns(names))
     first = 1
     for group in range(table.num_row_groups):
         count = table.metadata.row_group(group).num_rows
-        yield from _read_row_group(table, group, scalars, file, first, count)
+        yield from _read_row_group(table, group, scalars, file, first, count, fields)
         first += count
 
 
-def _columns_shown(columns: Iterable[object]) -> str:
-    shown = (str(column)[:100] for column in itertools.islice(columns, _COLUMNS_SHOWN))
+def describe_columns(columns: Iterable[object]) -> str:
+    """Name the columns that there are, the first of many."""
+    shown = [str(column)[:100] for column in itertools.islice(columns, _COLUMNS_SHOWN + 1)]
+    if len(shown) > _COLUMNS_SHOWN:
+        shown[_COLUMNS_SHOWN] = "..."
     return f"its columns are {', '.join(shown) or 'none'}"
 
 
 def _read_row_group(
-    table: Any, group: int, columns: list[str], file: Path, first: int, count: int
+    table: Any,
+    group: int,
+    columns: list[str],
+    file: Path,
+    first: int,
+    count: int,
+    fields: FieldsConfig,
 ) -> Iterator[Document | Skipped]:
     """Yield the `count` rows of a row group, numbered from `first`; fewer at a time where memory is
     short."""
@@ -251,7 +384,7 @@ def _read_row_group(
         rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
         try:
             for row in itertools.islice(rows, done, None):
-                yield row_document(row, file, first + done)
+                yield row_document(row, file, first + done, fields=fields)
                 done += 1
             return
         except MemoryError:

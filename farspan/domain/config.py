@@ -22,6 +22,22 @@ Source = Annotated[str, msgspec.Meta(min_length=1)]
 OnFault = Literal["recover", "wait", "stop"]
 
 
+class FieldsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The columns of rows, in tables, JSON, Parquet and datasets."""
+
+    #: Several are joined; by default the first of `text`, `content` and `body`.
+    text: str | tuple[str, ...] = ()
+    #: By default `title`; a row without one is called by its file and number.
+    title: str | None = None
+    #: What a row is cited by, instead of its number.
+    id: str | None = None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The columns of the text, none if none is named."""
+        return (self.text,) if isinstance(self.text, str) else self.text
+
+
 class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where text comes from: `pydocs`, a folder or file, or `hf:NAME:CONFIG`."""
 
@@ -30,6 +46,7 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     dedup: bool = True
     #: What becomes of a corpus with files or rows that cannot be read.
     bad: Literal["skip", "refuse"] = "skip"
+    fields: FieldsConfig = FieldsConfig()
 
 
 class TokenizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -23,6 +23,7 @@ EXTRAS = {
     "pgvector": "pgvector",
     "psycopg": "pgvector",
     "pyarrow": "parquet",
+    "pypandoc": "formats",
     "pypdf": "pdf",
     "qdrant_client": "qdrant-server",
     "ray": "ray",

@@ -34,8 +34,8 @@ from farspan.retrieval.stores import Scores
 from farspan.retrieval.words import WordRules, Words
 
 #: Values of BM25 that are tried. Tuned BM25 of long documents reaches k1 4.46 (Anserini, MS MARCO).
-K1S = (0.6, 0.9, 1.2, 1.5, 2.0, 3.0, 4.0, 5.0)
-BS = (0.3, 0.5, 0.75, 0.9, 1.0)
+K1S = (0.9, 1.5, 2.0, 3.0, 5.0)
+BS = (0.4, 0.75, 0.9, 1.0)
 #: Ways to make words that are tried, by stems and stop words left out; ties go to the first.
 WORD_RULES = ((True, True), (False, True), (True, False), (False, False))
 #: Documents over which these are compared: more would take minutes and change no choice.
@@ -45,10 +45,9 @@ WEIGHT_STEPS = 20
 #: The encoder's share beside words, for queries embedded by it and by its table [fitted: perl-doc,
 #: R's manuals and Debian's, questions that people asked: best at .80 to .85].
 ENCODER_SHARES = {"encoder": 0.85, "table": 0.7}
-#: What a share's distance from that costs, squared, in nDCG@10; and the questions at which half of
-#: what they say is believed.
-PRIOR_STRENGTH = 0.5
-PRIOR_QUESTIONS = 50
+#: What a share's squared distance from that costs, in nDCG@10 summed over the questions [fitted: on
+#: the same corpora, by drawing 10 to 100 of the questions to choose on].
+PRIOR_STRENGTH = 20
 #: Kinds of queries that people wrote to ask something.
 ASKED_KINDS = ("question", "own")
 
@@ -263,13 +262,8 @@ def _choose_encoder_share(
     shares = [step / WEIGHT_STEPS for step in range(WEIGHT_STEPS + 1)]
     mixes = [_add_voice(WORDS_ALONE, "encoder", share) for share in shares]
     quality_WQ = measured.ndcg(mixes)
-    num_asked = int(is_asked.sum())
-    asked_W = np.zeros(len(shares))
-    if num_asked:
-        asked_W = quality_WQ[:, is_asked].mean(axis=1)
-    doubt = 1 + PRIOR_QUESTIONS / max(num_asked, 1)
-    cost_W = PRIOR_STRENGTH * doubt * (np.array(shares) - prior) ** 2
-    best = int((asked_W - cost_W).argmax())
+    cost_W = PRIOR_STRENGTH * (np.array(shares) - prior) ** 2
+    best = int((quality_WQ[:, is_asked].sum(axis=1) - cost_W).argmax())
     _, high = measured.interval(quality_WQ[best] - measured.words_Q)
     if high < 0:
         best = int(quality_WQ.mean(axis=1).argmax())

@@ -253,10 +253,10 @@ def test_a_path_without_files_that_can_be_read_is_refused(tmp_path: Path) -> Non
     (tmp_path / "papers").mkdir()
     problem = refused(tmp_path / "paper")
     assert (problem.code, f"{tmp_path}/papers" in problem.remedy) == ("path-missing", True)
-    (tmp_path / "papers" / "x.docx").write_bytes(b"x")
-    (tmp_path / "papers" / "y.docx").write_bytes(b"x")
+    (tmp_path / "papers" / "x.bin").write_bytes(b"x")
+    (tmp_path / "papers" / "y.bin").write_bytes(b"x")
     problem = refused(tmp_path / "papers")
-    assert (problem.code, "2 .docx" in problem.fact) == ("no-documents", True)
+    assert (problem.code, "2 .bin" in problem.fact) == ("no-documents", True)
     problem = refused("~nobody-here/papers")
     assert (problem.code, problem.where) == ("path-missing", "~nobody-here/papers")
 

@@ -43,10 +43,10 @@ def make_documents(count: int) -> list[Document]:
     return documents
 
 
-def chunk_documents(documents, tokenizer: Tokenizer, size: int) -> list[Chunk]:
+def chunk_documents(documents, size: int) -> list[Chunk]:
     """The chunks of several documents."""
     numbered = enumerate(documents)
-    return [c for n, document in numbered for c in chunk_document(document, n, tokenizer, size)]
+    return [c for n, document in numbered for c in chunk_document(document, n, size)]
 
 
 def paired(asked: list[str], owners: list[int], passages: int) -> Pairs:

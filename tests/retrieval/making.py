@@ -22,9 +22,10 @@ from farspan.domain.corpus import Document
 from farspan.domain.model import ModelSpec
 from farspan.retrieval.build import build
 from farspan.retrieval.embed import Embedder
-from farspan.retrieval.embedder_fit import Task
-from farspan.retrieval.index import Index, IndexManifest, Origin, Recipe
+from farspan.retrieval.index import Index, IndexManifest, NoModels, Origin, Recipe
+from farspan.retrieval.index_task import Task
 from farspan.retrieval.index_work import IndexWork
+from farspan.retrieval.own_voice import OwnModel
 from farspan.retrieval.queries import Query
 from farspan.runtime.model.decoder import Decoder, initialize_model
 from tests.retrieval.conftest import make_documents
@@ -57,13 +58,20 @@ def model(seed: int) -> Decoder:
     return made
 
 
+class OwnModels(NoModels):
+    """A run's model, for an index that is opened."""
+
+    def __init__(self, own: Decoder, tokenizer: Tokenizer) -> None:
+        self._own = own
+        self._tokenizer = tokenizer
+
+    def own(self, fitted: Path, origin: Origin) -> Embedder:
+        return Embedder.load(self._own, self._tokenizer, fitted)
+
+
 def opened(folder: Path, own: Decoder | None = None, tokenizer: Tokenizer = TOKENIZER) -> Index:
     """The index at `folder`, with the model that made it."""
-    return Index.open(
-        folder,
-        lambda fitted, of: Embedder.load(own or model(5), tokenizer, fitted),
-        remedy="embed",
-    )
+    return Index.open(folder, OwnModels(own or model(5), tokenizer), remedy="embed")
 
 
 def changed(count: int) -> list[Document]:
@@ -99,8 +107,7 @@ def make(
     manifest = build(
         Task(
             path=folder,
-            model=model(seed),
-            tokenizer=TOKENIZER,
+            voices=[OwnModel(model=model(seed), tokenizer=TOKENIZER, origin=origin)],
             documents=documents,
             train=170,
             origin=origin,

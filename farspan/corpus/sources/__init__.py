@@ -1,6 +1,6 @@
 """Where documents come from. One file a source, and the file's name is its registration.
 
-A source module offers `open_source(location) -> Source`; a run.yaml names it as `NAME` or
+A source module offers `open_source(location, fields) -> Source`; a run.yaml names it as `NAME` or
 `NAME:LOCATION` (`hf:` is short for `huggingface:`). Anything else is a path, read by `folder`.
 Listing sources imports none of them.
 """
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol, cast
 
+from farspan.domain.config import FieldsConfig
 from farspan.domain.corpus import Document, SkipLog
 from farspan.domain.problems import Refusal
 from farspan.domain.suggest import any_of, suggest
@@ -42,8 +43,9 @@ def list_sources() -> list[str]:
     return sorted(module for module in modules if not module.startswith("_"))
 
 
-def open_source(spec: str) -> Source:
-    """Open the source that `spec` names; refuses what does not exist."""
+def open_source(spec: str, fields: FieldsConfig = FieldsConfig()) -> Source:
+    """Open the source that `spec` names, with `fields` as the columns of its rows; refuses what
+    does not exist."""
     name, colon, location = spec.partition(":")
     name = "huggingface" if name == "hf" else name
     if name not in list_sources() or (not colon and _is_path(name, spec)):
@@ -51,7 +53,7 @@ def open_source(spec: str) -> Source:
         name = "folder"
         location = spec
     module = importlib.import_module(f"{__name__}.{name}")
-    return cast(Source, module.open_source(location))
+    return cast(Source, module.open_source(location, fields))
 
 
 def _refuse_misspelt(spec: str) -> None:

@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from farspan.corpus._hub import use_cache_if_unreachable
-from farspan.corpus.rows import NO_TEXT, TEXT_FIELDS, row_document
-from farspan.domain.corpus import Document, SkipLog
+from farspan.corpus.rows import TEXT_FIELDS, has_columns, row_document
+from farspan.domain.config import FieldsConfig
+from farspan.domain.corpus import Document, SkipLog, Skipped
 from farspan.domain.escapes import shell_word
 from farspan.domain.install import install_command
-from farspan.domain.problems import Refusal
+from farspan.domain.problems import Refusal, command
 from farspan.domain.struct_files import missing_path
 
 
-def open_source(location: str) -> HuggingFace:
+def open_source(location: str, fields: FieldsConfig = FieldsConfig()) -> HuggingFace:
     """Open the training split of a dataset; refuses if `datasets` is not installed or a local
     folder is not there."""
     if importlib.util.find_spec("datasets") is None:
@@ -32,16 +33,17 @@ def open_source(location: str) -> HuggingFace:
     local = Path(name).expanduser() if name.startswith((".", "/", "~")) else None
     if local and not local.exists():
         raise missing_path(local)
-    return HuggingFace(str(local or name), config or None)
+    return HuggingFace(str(local or name), config or None, fields)
 
 
 class HuggingFace:
     """Rows of the `train` split, or of the only one. A hub dataset is taken to be the same as long
     as its name is."""
 
-    def __init__(self, name: str, config: str | None) -> None:
+    def __init__(self, name: str, config: str | None, fields: FieldsConfig) -> None:
         self.name = name
         self.config = config
+        self.fields = fields
         self.skipped = SkipLog()
         self.recoded = SkipLog()
         #: (path, bytes, time) of the files of a local folder.
@@ -53,7 +55,8 @@ class HuggingFace:
         self.size_bytes = sum(size for _, size, _ in self._files)
 
     def fingerprint(self) -> str:
-        return repr((self.name, self.config, self._files))
+        marks: tuple[object, ...] = (self.name, self.config, self._files)
+        return repr(marks if self.fields == FieldsConfig() else (*marks, self.fields))
 
     def documents(self) -> Iterator[Document]:
         self.skipped.clear()
@@ -61,21 +64,30 @@ class HuggingFace:
         for number, row in enumerate(self._read_rows()):
             origin = f"hf:{self.name}:{number}"
             title = f"{self.name} {number}"
-            document = row_document(row, place, number, origin=origin, title=title)
+            document = row_document(
+                row, place, number, origin=origin, title=title, fields=self.fields
+            )
             if isinstance(document, Document):
                 yield document
                 continue
-            has_text_column = not row.keys().isdisjoint(TEXT_FIELDS)
-            if number == 0 and document.reason == NO_TEXT and not has_text_column:
+            if number == 0 and not has_columns(row, self.fields):
                 # All rows have the same columns.
-                raise Refusal(
-                    "source-unreadable",
-                    what="the dataset has no known column of text",
-                    where=origin,
-                    fact=f"{document.detail}; farspan looks for {', '.join(TEXT_FIELDS)}",
-                    remedy=f"rename the column that holds the text to {shell_word(TEXT_FIELDS[0])}",
-                )
+                raise self._no_column(document, origin)
             self.skipped.add(document)
+
+    def _no_column(self, row: Skipped, origin: str) -> Refusal:
+        looked_for = ", ".join(self.fields.texts or TEXT_FIELDS)
+        return Refusal(
+            "source-unreadable",
+            what="the dataset has no known column of text",
+            where=origin,
+            fact=f"{row.detail}; farspan looks for {looked_for}",
+            remedy=(
+                "name the columns that hold the text: "
+                f"{command('prepare', '--set', 'data.fields.text=COLUMN')}"
+            ),
+            key="data.fields.text",
+        )
 
     def _read_rows(self) -> Iterator[dict[str, Any]]:
         import datasets  # type: ignore[import-untyped]

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from farspan.corpus.processes import spawn_pool
+from farspan.domain.config import FieldsConfig
 from farspan.domain.corpus import Document, SkipLog
 
 #: Not documentation, or not fit to be read: test suites, generated code, the internals of torch's
@@ -68,7 +69,8 @@ class PyDocs:
                 yield Document(title=title, text=inspect.cleandoc(text), origin=title)
 
 
-def open_source(location: str) -> PyDocs:
+def open_source(location: str, fields: FieldsConfig = FieldsConfig()) -> PyDocs:
+    """Open the documentation on this machine, which has no rows and no columns."""
     return PyDocs()
 
 

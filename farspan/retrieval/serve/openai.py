@@ -86,7 +86,7 @@ def read_texts(form: forms.Embed) -> list[str]:
 
 
 def embed_texts(searcher: Searcher, form: forms.Embed, texts: list[str]) -> forms.Embeddings:
-    dim = searcher.manifest.dim
+    dim = searcher.dim
     if form.dimensions not in (None, dim):
         raise Refusal(
             "out-of-range",

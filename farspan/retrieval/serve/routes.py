@@ -80,8 +80,11 @@ def page_routes(
 
     @router.get("/report", include_in_schema=False, dependencies=[Depends(check_token)])
     def report() -> Response:
+        path = site.served.report
         try:
-            content = site.served.report.read_bytes()
+            if path is None:
+                raise FileNotFoundError
+            content = path.read_bytes()
         except FileNotFoundError:
             raise HttpRefusal(
                 404,
@@ -89,7 +92,7 @@ def page_routes(
                 what="the run has no report yet",
                 where="/report",
                 fact="report.html is missing",
-                remedy=command("report", site.served.report.parent),
+                remedy=command("report", path.parent if path else "RUN"),
             ) from None
         headers = {"content-security-policy": REPORT_POLICY}
         return Response(content, headers=headers, media_type="text/html")
@@ -244,7 +247,7 @@ def _add_model(router: APIRouter, site: ServedIndex) -> None:
                 text=served.text,
                 index=searcher.manifest,
                 fields=searcher.fields,
-                report=served.report.exists(),
+                report=served.report is not None and served.report.exists(),
                 limits=site.limits,
                 trouble=site.current.trouble,
             )

@@ -81,8 +81,15 @@ class IndexSearcher:
             )
         )
         return [f"{number:016x}" for number in passages.rows_N["id"][rows].tolist()], plane(
-            self._index.vectors(rows)
+            self._index.vectors(rows, self._index.manifest.best_set)
         )
+
+    @property
+    def dim(self) -> int:
+        own = self._index.manifest.sets.get("own")
+        if own is None:
+            raise no_model(self._index.path)
+        return own.dim
 
     def embed(self, texts: list[str], kind: Kind) -> tuple[Vectors, list[int], int]:
         from farspan.retrieval.embed import Embedder
@@ -93,7 +100,9 @@ class IndexSearcher:
         # The end of text comes first.
         most = trained.model.spec.context - 1
         cut = [max(length - most, 0) for length in lengths]
-        embedder = self._index.embedder
+        if self._index.manifest.origin is None:
+            raise no_model(self._index.path)
+        embedder = self._index.own
         assert isinstance(embedder, Embedder)
         vectors = embedder.queries(own) if kind == "query" else embedder.passages(own)
         return vectors, cut, sum(lengths) - sum(cut)

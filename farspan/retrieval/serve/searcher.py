@@ -57,6 +57,10 @@ class Searcher(Protocol):
     def map(self) -> tuple[list[str], npt.NDArray[np.floating]]:
         """At most POINTS passages: their ids, and where they lie in a plane (N x 2)."""
 
+    @property
+    def dim(self) -> int:
+        """Numbers of a vector that `embed` makes. Raises Refusal (no-model) where it makes none."""
+
     def embed(self, texts: list[str], kind: Kind) -> tuple[npt.NDArray[np.float32], list[int], int]:
         """Return unit vectors (N x E), the tokens that each text was cut by, and the tokens that
         were read."""

@@ -34,7 +34,8 @@ class Served:
 
     name: str
     created: int
-    report: Path
+    #: The report of a run; None of an index that belongs to none.
+    report: Path | None
     model: forms.ModelAbout | None = None
     text: forms.TextAbout | None = None
 
