@@ -8,7 +8,7 @@ what, where, why and what mends it.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -162,7 +162,7 @@ class Run:
         k: int = 5,
         system: System | None = None,
         progress: Progress | None = None,
-        where: Mapping[str, str] | None = None,
+        where: Mapping[str, Any] | Sequence[str] | None = None,
     ) -> Answer:
         """Return the documents that answer a query best, of those with the values of `where` in
         their fields. The first search makes the index where there is none, which takes minutes:

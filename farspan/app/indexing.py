@@ -6,11 +6,11 @@ An index is a run's (`RUN/index`), or has a folder of its own (`farspan index`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from farspan.app.encoders import choose_encoder, find_known_encoder
 from farspan.app.updates import Ended, Note, Progress, ignore_update, note_reporter
@@ -355,17 +355,21 @@ def search_home(
     query: str,
     k: int = 5,
     system: System | None = None,
-    where: Mapping[str, str] | None = None,
+    where: Mapping[str, Any] | Sequence[str] | None = None,
     progress: Progress = ignore_update,
 ) -> Answer:
     """Find the `k` documents that answer a query best, by the `system` that was measured to be
-    best unless another is named, among those with the values of `where` in its fields. A running
-    server of the index is asked first.
+    best unless another is named, among those that `where` leaves: JSON values by field, or texts
+    such as `year>=2020` (`farspan.retrieval.filters`). A running server of the index is asked
+    first.
 
-    Raises Refusal (usage) for an empty or endless query and an unknown field, and (no-index) where
-    there is no index.
+    Raises Refusal (usage, out-of-range) for an empty or endless query and a condition that cannot
+    be read or compared, and (no-index) where there is no index.
     """
     refuse_query(query)
+    from farspan.retrieval.filters import Filters
+
+    filters = Filters.parse(where)
     from farspan.retrieval.serve import client
 
     manifest = _read_index_manifest(home)
@@ -380,7 +384,7 @@ def search_home(
     while True:
         with open_index(home, progress, vectors=system != "bm25") as index:
             try:
-                return search_index(index, query, k, system, where)
+                return search_index(index, query, k, system, filters)
             except Refusal:
                 # A new index may have taken the files of this one away before the model was loaded.
                 if _read_index_manifest(home) in (None, index.manifest):

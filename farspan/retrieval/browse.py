@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import msgspec
 import numpy as np
 
 from farspan.domain.corpus import cite_place
+from farspan.retrieval.filters import Where
 from farspan.retrieval.index import Index
 from farspan.retrieval.search import Result, passage, row_of
 
@@ -39,16 +38,15 @@ class Surrounded(msgspec.Struct, frozen=True, kw_only=True):
     after: tuple[Result, ...] = ()
 
 
-def list_documents(
-    index: Index, k: int, offset: int = 0, where: Mapping[str, object] | None = None
-) -> Documents:
+def list_documents(index: Index, k: int, offset: int = 0, where: Where = None) -> Documents:
     """Return at most `k` documents from the one at `offset` on, of those that `where` leaves.
 
-    Raises Refusal (usage) for a field that does not exist.
+    Raises Refusal (usage, out-of-range) for fields and values that are not there.
     """
+    bindings = index.bind(where)
     numbers = np.arange(len(index.documents))
-    if where:
-        numbers = np.flatnonzero(index.masked(where))
+    if bindings is not None:
+        numbers = np.flatnonzero(bindings.mask)
     listed = tuple(_listed(index, int(number)) for number in numbers[offset : offset + k])
     return Documents(documents=listed, total=len(numbers))
 

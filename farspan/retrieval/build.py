@@ -42,6 +42,7 @@ from farspan.retrieval.choose import Bodies, LexicalChoice, choose_words
 from farspan.retrieval.chunk import Chunk, chunk_document
 from farspan.retrieval.evaluate import Evaluation, SideName, SideVectors, evaluate
 from farspan.retrieval.evaluation_text import mine_evaluation
+from farspan.retrieval.filters import field_value
 from farspan.retrieval.index import (
     COVARIANCE,
     INDEX_MANIFEST,
@@ -56,7 +57,6 @@ from farspan.retrieval.index import (
     SetName,
     Table,
     VectorSet,
-    field,
     passages_of,
 )
 from farspan.retrieval.index_task import FittedVoice, Task, VoiceModel
@@ -72,7 +72,6 @@ from farspan.retrieval.words import Words, choose_languages, detect_languages
 
 #: Metadata columns that searches can filter by, and what payloads hold in addition.
 _MAX_FIELDS = 64
-_PAYLOAD_FIELDS = {"title", "origin", "text"}
 _ADD_BATCH_SIZE = 1024
 #: Vectors that a covariance is measured over.
 MAX_COVARIANCE_ROWS = 20_000
@@ -524,13 +523,13 @@ def _near_fitted(
 
 
 def _filter_fields(documents: Sequence[IndexedDocument]) -> tuple[str, ...]:
-    """Return the fields that searches can filter by: columns whose names every store accepts."""
+    """Return the fields that searches can filter by: the columns that most documents have."""
     columns: Counter[str] = Counter()
     for document in documents:
         for place in document.everywhere:
-            columns.update(filter(FIELD.fullmatch, place.metadata))
+            columns.update(place.metadata)
     common = [name for name, _ in columns.most_common(_MAX_FIELDS)]
-    return ("title", "origin", *[name for name in common if name not in _PAYLOAD_FIELDS])
+    return ("title", "origin", *[name for name in common if name not in ("title", "origin")])
 
 
 def _fill_store(
@@ -581,10 +580,11 @@ def _keeps_vectors(task: Task, name: SetName, old: Index, manifest: IndexManifes
 
 
 def _fields_of(listed: Passages, row: int, manifest: IndexManifest) -> Payload:
-    """Return the fields that searches filter by; at a server, for its other readers, also the
-    text."""
+    """Return the fields that a store can filter by; at a server, for its other readers, also the
+    text. Other names than words are compared without the store (`filtered_vectors.py`)."""
     document = listed.documents[int(listed.rows_N["document"][row])]
-    values = {name: field(document, name) for name in manifest.fields}
+    stored = [name for name in manifest.fields if FIELD.fullmatch(name) and name != "text"]
+    values = {name: field_value(document, name) for name in stored}
     payload = {name: value for name, value in values.items() if value is not None}
     if manifest.servers:
         payload["text"] = listed.chunk(row).text

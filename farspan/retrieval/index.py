@@ -14,7 +14,6 @@ the old one. Nothing here imports PyTorch: words alone are searched without a mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -24,14 +23,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from farspan.domain.corpus import Place
 from farspan.domain.problems import Refusal
 from farspan.domain.struct_files import ContentHash, load
-from farspan.domain.suggest import advise
 from farspan.retrieval import stores
 from farspan.retrieval.bm25 import BM25Index
 from farspan.retrieval.choose import LexicalChoice
 from farspan.retrieval.evaluate import Evaluation
+from farspan.retrieval.filters import Bindings, Filters, Where
 from farspan.retrieval.passages import Damaged, IndexedDocument, Passages
 from farspan.retrieval.stores import Store, StoreLocation, StoreModule, Vectors
 from farspan.retrieval.words import Words
@@ -384,38 +382,18 @@ class Index:
         """Return the vectors (N, E) of passages in a set."""
         return self.stores[name].vectors(self.passages.rows_N["id"][rows].tolist())
 
-    def masked(self, where: Mapping[str, object]) -> np.ndarray:
-        """Which documents (N) have these values in these fields, in one of their places; refuses
-        an unknown field."""
-        for name in where:
-            if name not in self.manifest.fields:
-                raise unknown_field(name, self.manifest.fields)
-
-        def has_values(document: IndexedDocument | Place) -> bool:
-            return all(field(document, name) == value for name, value in where.items())
-
-        equal = [any(map(has_values, document.everywhere)) for document in self.documents]
-        return np.array(equal, bool)
+    def bind(self, where: Where) -> Bindings | None:
+        """Return the documents with certain values in their fields, in one of their places; None
+        without conditions. Raises Refusal (usage, out-of-range) for fields and values that are not
+        there."""
+        filters = Filters.parse(where)
+        if not filters:
+            return None
+        filters.check_fields(self.manifest.fields)
+        return filters.bind(self.documents)
 
     def close(self) -> None:
         self._closing.close()
-
-
-def field(document: IndexedDocument | Place, name: str) -> str | None:
-    """Return a document's value in a field; a column of the source that is called like one of
-    farspan's own gives way."""
-    own = {"title": document.title, "origin": document.origin}
-    return own.get(name, document.metadata.get(name))
-
-
-def unknown_field(name: str, fields: tuple[str, ...]) -> Refusal:
-    return Refusal(
-        "usage",
-        what=f"there is no field {name!r} to filter by",
-        where="the filter of a search",
-        fact=f"fields: {', '.join(fields)}",
-        remedy=advise(name, fields, verb="filter by", synonyms=()),
-    )
 
 
 def passages_of(path: Path, manifest: IndexManifest) -> Passages:

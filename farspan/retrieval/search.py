@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from farspan.domain.corpus import Place, cite_place
 from farspan.domain.notebook import html_table
@@ -19,6 +18,8 @@ from farspan.domain.units import counted
 from farspan.retrieval.choose import MixChoice
 from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.evaluate import explain_choice
+from farspan.retrieval.filtered_vectors import FilteredVectors
+from farspan.retrieval.filters import Bindings, Where
 from farspan.retrieval.hybrid_ranking import (
     DEPTH,
     SYSTEM_NAMES,
@@ -140,16 +141,16 @@ def search(
     query: str,
     k: int = 10,
     system: System | None = None,
-    where: Mapping[str, str] | None = None,
+    where: Where = None,
     offset: int = 0,
 ) -> Answer:
     """Return the k best documents from the one at `offset` on.
 
     `system` ranks them; by default, the one that the index's evaluation chose. `where` filters by
-    the values of fields. Raises Refusal (usage) for a field that does not exist.
+    the values of fields. Raises Refusal (usage, out-of-range) for fields and values that are not
+    there.
     """
-    filters = dict(where or {})
-    mask_N = index.masked(filters) if filters else None
+    bindings = index.bind(where)
 
     # A query that is a document's whole title finds that document before those that mention it.
     words_N = index.lexical.bm25_scores(index.words.of_query(query))
@@ -158,17 +159,18 @@ def search(
     known = bool(words_N.any())
     words_deviation = float(words_N.std())
     ranking_by = choose_ranking(index, system, known)
-    if mask_N is not None:
-        words_N = np.where(mask_N, words_N, np.float32(0))
+    if bindings is not None:
+        words_N = np.where(bindings.mask, words_N, np.float32(0))
 
     scores: dict[Voice, VoiceScores] = {"bm25": VoiceScores(words_N, words_deviation)}
     vectors: dict[SetName, Vectors] = {}
     for voice, embedder in ranking_by.embedders.items():
         name = SETS[voice]
         vectors[name] = embedder.queries([query_form(query) if name == OWN_VECTORS else query])[0]
-        cosines_N = _vector_scores(index, name, vectors[name], filters, mask_N)
+        searched = passage_vectors(index, name, bindings)
+        cosines_N = _vector_scores(index, searched, vectors[name])
         if not known and system is None:
-            threshold = chance_cosine(index, name, embedder, query, filters)
+            threshold = chance_cosine(index, name, embedder, query, searched)
             cosines_N[cosines_N <= threshold] = 0
         deviation = cosine_deviation(index.covariances[name], vectors[name])
         scores[voice] = VoiceScores(cosines_N, deviation)
@@ -277,7 +279,11 @@ def _refuse_system(index: Index, system: System) -> Refusal:
 
 
 def chance_cosine(
-    index: Index, name: SetName, embedder: QueryEmbedder, query: str, where: Mapping[str, str]
+    index: Index,
+    name: SetName,
+    embedder: QueryEmbedder,
+    query: str,
+    vectors: FilteredVectors,
 ) -> float:
     """Return the cosine that a query without meaning reaches: the highest of random strings.
 
@@ -300,8 +306,8 @@ def chance_cosine(
 
     cosines: list[float] = []
     for vector_E in embedder.queries(forms):
-        hits = index.stores[name].search(vector_E, 1, where or None)
-        cosines.extend(hits.scores)
+        _, nearest_cosines = vectors.nearest(vector_E, 1)
+        cosines.extend(nearest_cosines)
     return float(max(cosines, default=0.0))
 
 
@@ -318,7 +324,7 @@ def similar(index: Index, chunk_id: str, k: int = 5) -> tuple[Result, ...]:
     if name is None:
         return _similar_by_words(index, row, k)
     (vector_E,) = index.vectors(np.array([row]), name)
-    rows, scores = nearest(index, name, vector_E, k + len(own) + DEPTH, {})
+    rows, scores = passage_vectors(index, name).nearest(vector_E, k + len(own) + DEPTH)
     near: dict[int, tuple[int, float]] = {}
     for other, score in zip(rows.tolist(), scores.tolist(), strict=True):
         if other not in own:
@@ -371,47 +377,22 @@ def not_evaluated(recipe: Recipe) -> str:
     return "the index was made without evaluation"
 
 
-def _vector_scores(
-    index: Index,
-    name: SetName,
-    vector_E: Vectors,
-    where: Mapping[str, str],
-    mask_N: npt.NDArray[np.bool_] | None,
-) -> Scores:
-    """Return cosines by document, of those with `where`'s values: the documents of `mask_N`."""
-    # A store has the fields of one place of each document: those with copies are scored here.
-    copied = [] if mask_N is None else _rows_with_copies(index, mask_N)
+def passage_vectors(
+    index: Index, name: SetName, bindings: Bindings | None = None
+) -> FilteredVectors:
+    """Return the vectors of passages in a set, of the documents that a filter leaves; of all
+    without one."""
+    return FilteredVectors(index.stores[name], index.passages, index.documents, bindings)
+
+
+def _vector_scores(index: Index, vectors: FilteredVectors, vector_E: Vectors) -> Scores:
+    """Return cosines by document."""
 
     def documents_near(vector_E: Vectors, k: int) -> tuple[Ints, Scores]:
-        rows, scores = nearest(index, name, vector_E, k, where)
-        if copied:
-            cosines = index.vectors(np.array(copied), name) @ vector_E
-            rows = np.concatenate([rows, copied])
-            scores = np.concatenate([scores, cosines])
+        rows, scores = vectors.nearest(vector_E, k)
         return index.passages.rows_N["document"][rows], scores
 
     return vector_scores(documents_near, vector_E, index.manifest.documents)
-
-
-def nearest(
-    index: Index, name: SetName, vector_E: Vectors, k: int, where: Mapping[str, str]
-) -> tuple[npt.NDArray[np.intp], Scores]:
-    """Return the rows of the k passages nearest to a vector, best first, and their cosines.
-
-    A store at a server may have passages of the index that replaces this one: they are skipped.
-    """
-    hits = index.stores[name].search(vector_E, k, where or None)
-    rows = index.passages.rows_of(hits.ids)
-    return rows[rows >= 0], hits.scores[rows >= 0]
-
-
-def _rows_with_copies(index: Index, mask_N: npt.NDArray[np.bool_]) -> list[int]:
-    """Return the rows of passages of those documents in `mask_N` that have copies elsewhere."""
-    rows: list[int] = []
-    for number in np.flatnonzero(mask_N).tolist():
-        if index.documents[number].places:
-            rows.extend(index.passages.of_document(number))
-    return rows
 
 
 def _collect_results(

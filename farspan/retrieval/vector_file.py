@@ -32,7 +32,8 @@ from farspan.domain.install import install_command
 from farspan.domain.problems import Refusal
 from farspan.domain.struct_files import missing_path
 from farspan.retrieval import targets
-from farspan.retrieval.index import OWN_VECTORS, Index, IndexFingerprint, SetName, field
+from farspan.retrieval.filters import field_value
+from farspan.retrieval.index import OWN_VECTORS, Index, IndexFingerprint, SetName
 from farspan.retrieval.passages import rebuild_command
 from farspan.retrieval.stores import Payload
 
@@ -77,7 +78,7 @@ def rows(index: Index, name: SetName) -> Iterator[Row]:
             chunk = index.passages.chunk(row)
             document = index.documents[chunk.document]
             payload: dict[str, str | int] = {
-                name: field(document, name) or "" for name in index.manifest.fields
+                name: field_value(document, name) or "" for name in index.manifest.fields
             }
             above = " > ".join(chunk.headings)
             payload |= {"line": chunk.line, "page": chunk.page, "headings": above}

@@ -26,7 +26,7 @@ from farspan.retrieval.search import (
     SNIPPET_CHARS,
     chance_cosine,
     marks,
-    nearest,
+    passage_vectors,
     search,
     snippet,
 )
@@ -212,7 +212,7 @@ def test_query_of_unknown_words_finds_only_what_is_nearer_than_chance(index):
     """Vectors that were asked for find the nearest, however far; those that stand in for words
     find what no string without meaning comes near to."""
     for query in ("zzz qqq", "xyzzy plugh", "socketz"):
-        chance = chance_cosine(index, query, {})
+        chance = chance_cosine(index, query, passage_vectors(index))
         every = search(index, query, 50, "model").results
         near = search(index, query, 50).results
         assert [result.id for result in near] == [
@@ -221,7 +221,9 @@ def test_query_of_unknown_words_finds_only_what_is_nearer_than_chance(index):
 
 
 def test_a_strings_meaning_is_measured_the_same_way_each_time(index):
-    assert chance_cosine(index, "zzz qqq", {}) == chance_cosine(index, "zzz qqq", {})
+    assert chance_cosine(index, "zzz qqq", passage_vectors(index)) == chance_cosine(
+        index, "zzz qqq", passage_vectors(index)
+    )
 
 
 def test_answer_is_short_as_text_and_has_a_row_for_each_result_in_html(index):
@@ -291,7 +293,7 @@ def test_an_evaluation_finds_the_passages_that_a_search_finds(index):
     compared = exact_search(index.passages.rows_N["document"], index.vectors(np.arange(count)))
     for query in ("port of a socket", "tensor product"):
         asked = index.embedder.queries([query_form(query)])[0]
-        rows, scores = nearest(index, asked, 40, {})
+        rows, scores = passage_vectors(index).nearest(asked, 40)
         documents, wanted = compared(asked, 40)
         np.testing.assert_allclose(scores, np.sort(wanted)[::-1], atol=1e-5)
         assert {*index.passages.rows_N["document"][rows].tolist()} == {*documents.tolist()}

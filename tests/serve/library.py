@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -14,6 +14,7 @@ from farspan.domain.corpus import Place, cite_place
 from farspan.domain.problems import Refusal
 from farspan.domain.struct_files import load, write_atomically
 from farspan.retrieval.browse import Documents, ListedDocument, Surrounded
+from farspan.retrieval.filters import Filters, Where
 from farspan.retrieval.hybrid_ranking import System
 from farspan.retrieval.index import (
     OWN_VECTORS,
@@ -22,8 +23,8 @@ from farspan.retrieval.index import (
     Origin,
     Recipe,
     VectorSet,
-    unknown_field,
 )
+from farspan.retrieval.passages import IndexedDocument
 from farspan.retrieval.search import Answer, Result
 from farspan.retrieval.serve.searcher import Kind
 from tests.waiting import wait_for
@@ -111,7 +112,7 @@ class ListSearcher:
         query: str,
         k: int,
         system: System | None = None,
-        where: Mapping[str, object] | None = None,
+        where: Where = None,
         offset: int = 0,
     ) -> Answer:
         assert not self.closed
@@ -120,10 +121,11 @@ class ListSearcher:
             raise ZeroDivisionError("/etc/secret")
         terms = {*words(query)}
         near = self.vectors @ vector(query)
+        passes = self._mask(where)
         found_rows = []
         for row, text in enumerate(self.texts):
             count = sum(word in terms for word in words(f"{text.title} {text.text}"))
-            if self._has(text, where) and (count or system == "model"):
+            if passes[row] and (count or system == "model"):
                 found_rows.append((count if system != "model" else float(near[row]), row))
         found_rows.sort(reverse=True)
         results = [
@@ -184,10 +186,8 @@ class ListSearcher:
             after=tuple(around[row + 1 : row + 1 + after]),
         )
 
-    def documents(
-        self, k: int, offset: int = 0, where: Mapping[str, object] | None = None
-    ) -> Documents:
-        rows = [row for row, text in enumerate(self.texts) if self._has(text, where)]
+    def documents(self, k: int, offset: int = 0, where: Where = None) -> Documents:
+        rows = np.flatnonzero(self._mask(where)).tolist()
         listed = []
         for row in rows[offset : offset + k]:
             text = self.texts[row]
@@ -203,12 +203,17 @@ class ListSearcher:
             )
         return Documents(documents=tuple(listed), total=len(rows))
 
-    def _has(self, text: Text, where: Mapping[str, object] | None) -> bool:
-        for name in where or {}:
-            if name not in self.fields:
-                raise unknown_field(name, self.fields)
-        has = {"title": text.title, "origin": text.origin, **text.metadata}
-        return all(has.get(name) == value for name, value in (where or {}).items())
+    def _mask(self, where: Where) -> np.ndarray:
+        filters = Filters.parse(where)
+        filters.check_fields(self.fields)
+        documents = []
+        for text in self.texts:
+            documents.append(
+                IndexedDocument(
+                    key="", title=text.title, origin=text.origin, metadata=text.metadata
+                )
+            )
+        return filters.mask(documents)
 
     def similar(self, chunk_id: str, k: int) -> tuple[Result, ...]:
         row = self._row(chunk_id)

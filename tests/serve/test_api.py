@@ -144,7 +144,9 @@ def test_a_long_text_goes_by_post(server):
         ({"q": "a", "offset": -1}, "offset"),
         ({"q": "a", "system": "google"}, "system"),
         ({"q": "a", "where": {"langg": "en"}}, "filter by lang"),
-        ({"q": "a", "where": {"lang": 1}}, "must be text"),
+        ({"q": "a", "where": {"lang": 1}}, "it holds text"),
+        ({"q": "a", "where": {"lang": {"from": 1}}}, "gte"),
+        ({"q": "a", "where": ["lang"]}, "no condition"),
         ({"q": "a", "ofset": 1}, "use offset instead of ofset"),
     ],
 )
@@ -325,3 +327,19 @@ def _check(told: dict, answer, registry: Registry) -> None:
     wanted = told["responses"][str(answer.status_code)]["content"]["application/json"]["schema"]
     wanted = {"$ref": f"urn:api{wanted['$ref']}"}
     Draft202012Validator(wanted, registry=registry).validate(answer.json())
+
+
+@pytest.mark.parametrize(
+    ("address", "where"),
+    [
+        ("lang=en,he", {"lang": ["en", "he"]}),
+        ("lang=en&kind!=note", {"lang": "en", "kind": {"not": "note"}}),
+        ("where.lang!=en", ["lang!=en"]),
+        ("title=The Rhine mouth", {"title": "The Rhine mouth"}),
+    ],
+)
+def test_filters_in_an_address_are_those_of_a_body(server, address, where):
+    got = server.get(f"/api/search?q=a river text&k=50&{address}").json()
+    asked = server.post("/api/search", {"q": "a river text", "k": 50, "where": where}).json()
+    assert got["total"] == asked["total"] > 0
+    assert got == asked

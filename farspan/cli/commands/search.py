@@ -24,21 +24,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--where",
         metavar="FIELD=VALUE",
-        type=_parse_filter,
         action="append",
         default=[],
-        help="only documents with this value in this field, such as title or a column of the text",
+        help="only documents with this value in this field, such as title or a column;\n"
+        "also year>=2020, lang=de,en, lang!=fr, date=2021-01..2021-06",
     )
     parser.add_argument(
         "--eval", action="store_true", help="show how well each way of searching was measured to do"
     )
-
-
-def _parse_filter(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise argparse.ArgumentTypeError("it is FIELD=VALUE, such as title=Introduction")
-    return name, value
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
@@ -60,13 +53,12 @@ def run(given: argparse.Namespace, console: Console) -> None:
         console.write_line(evaluation_text(manifest))
         console.answer({"run": str(home.path), "evaluation": manifest.evaluation})
         return
-    where = dict(given.where)
     answer = search_home(
         home,
         given.query,
         given.k,
         given.system,
-        where,
+        given.where,
         lambda update: console.write_line(str(update)),
     )
     print_answer(answer, console)

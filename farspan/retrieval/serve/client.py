@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -22,7 +23,11 @@ _MOST_BYTES = 1 << 24
 
 
 def ask(
-    run: Path, query: str, k: int, system: System | None, where: Mapping[str, str]
+    run: Path,
+    query: str,
+    k: int,
+    system: System | None,
+    where: Mapping[str, Any] | Sequence[str],
 ) -> Answer | None:
     """Return the answer of the server of the run at `run`; None where there is none, or it does not
     answer so in time."""
@@ -34,7 +39,7 @@ def ask(
     ):
         return None
     url, token = address
-    form = {"q": query, "k": k, "system": system, "where": dict(where)}
+    form = {"q": query, "k": k, "system": system, "where": where}
     request = urllib.request.Request(
         f"{url}/api/search", headers={"Content-Type": "application/json"}
     )

@@ -3,7 +3,7 @@ from these."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -15,13 +15,14 @@ from farspan.retrieval.serve.limits import Limits
 
 
 class Search(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What to search for; `where` holds fields and the value of each."""
+    """What to search for. `where` holds fields and what each must hold: a value, a list of values,
+    or `{"gte", "gt", "lte", "lt", "not"}`; or a list of texts such as `year>=2020`."""
 
     q: str
     k: Annotated[int, msgspec.Meta(ge=1)] = 10
     offset: Annotated[int, msgspec.Meta(ge=0)] = 0
     system: System | None = None
-    where: dict[str, str] = {}
+    where: dict[str, Any] | list[str] = {}
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -40,7 +40,9 @@ Where = Annotated[
     Meta(
         description=(
             "Only documents with these values in their fields; `documents` lists the fields. A "
-            'value is a text, a number, true or false, or a list of these: {"lang": ["de", "en"]}.'
+            "value is a text, a number, true or false, an ISO date, or a list of these, one of "
+            'which must be there. Bounds are {"gte", "gt", "lte", "lt"}, and {"not"} excludes: '
+            '{"lang": ["de", "en"], "date": {"gte": "2021-01", "lt": "2022"}, "draft": false}.'
         )
     ),
 ]

@@ -119,7 +119,8 @@ def _add_search(router: APIRouter, site: ServedIndex) -> None:
         summary="Search the documents",
         description=(
             "Further parameters narrow it: FIELD=VALUE, or where.FIELD=VALUE, of the fields in "
-            "/api/about."
+            "/api/about. VALUE may be several (de,en) or a range (2020..2024); FIELD may end in !, "
+            "< or >, as in year>=2020."
         ),
         openapi_extra={"parameters": [FIELDS_PARAMETER]},
     )
@@ -192,22 +193,13 @@ async def _answer_search(site: ServedIndex, form: forms.Search, place: str) -> R
     return json_response(await site.ask(work))
 
 
-def read_filters(request: Request) -> dict[str, str]:
-    """Return the fields of an address, and the value of each."""
-    where = dict[str, str]()
+def read_filters(request: Request) -> list[str]:
+    """Return the conditions of an address: `year=2021`, and `year>=2020` as it is written there."""
+    conditions = []
     for name, value in request.query_params.multi_items():
-        field = name.removeprefix(FIELD_PREFIX)
-        if field in where:
-            raise Refusal(
-                "usage",
-                what=f"the field {field[:60]!r} is given twice",
-                where="the address of the search",
-                fact="a document has one value in each field",
-                remedy="leave one of them out",
-            )
         if name not in SEARCH_PARAMETERS:
-            where[field] = value
-    return where
+            conditions.append(f"{name.removeprefix(FIELD_PREFIX)}={value}")
+    return conditions
 
 
 async def _ask_for_passage(site: ServedIndex, work: Any) -> Any:

@@ -3,7 +3,7 @@ is needed first: words alone are searched without PyTorch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from farspan.domain.problems import Refusal
 from farspan.retrieval import browse
+from farspan.retrieval.filters import Where
 from farspan.retrieval.hybrid_ranking import System, query_form
 from farspan.retrieval.index import INDEX_MANIFEST, Index, IndexManifest
 from farspan.retrieval.search import Answer, Result, passage, search, similar
@@ -51,11 +52,10 @@ class IndexSearcher:
         query: str,
         k: int,
         system: System | None = None,
-        where: Mapping[str, object] | None = None,
+        where: Where = None,
         offset: int = 0,
     ) -> Answer:
-        values = {name: str(value) for name, value in (where or {}).items()}
-        return search(self._index, query, k, system, values, offset)
+        return search(self._index, query, k, system, where, offset)
 
     def passage(self, chunk_id: str) -> Result:
         return passage(self._index, chunk_id)
@@ -63,9 +63,7 @@ class IndexSearcher:
     def surround(self, chunk_id: str, before: int, after: int) -> browse.Surrounded:
         return browse.surround(self._index, chunk_id, before, after)
 
-    def documents(
-        self, k: int, offset: int = 0, where: Mapping[str, object] | None = None
-    ) -> browse.Documents:
+    def documents(self, k: int, offset: int = 0, where: Where = None) -> browse.Documents:
         return browse.list_documents(self._index, k, offset, where)
 
     def similar(self, chunk_id: str, k: int) -> tuple[Result, ...]:

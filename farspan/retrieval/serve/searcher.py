@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from farspan.retrieval.browse import Documents, Surrounded
+    from farspan.retrieval.filters import Where
     from farspan.retrieval.hybrid_ranking import System
     from farspan.retrieval.index import IndexManifest
     from farspan.retrieval.search import Answer, Result
@@ -38,7 +39,7 @@ class Searcher(Protocol):
         query: str,
         k: int,
         system: System | None = None,
-        where: Mapping[str, object] | None = None,
+        where: Where = None,
         offset: int = 0,
     ) -> Answer: ...
 
@@ -47,9 +48,7 @@ class Searcher(Protocol):
     def surround(self, chunk_id: str, before: int, after: int) -> Surrounded:
         """Return a passage with up to `before` and `after` passages of its document around it."""
 
-    def documents(
-        self, k: int, offset: int = 0, where: Mapping[str, object] | None = None
-    ) -> Documents:
+    def documents(self, k: int, offset: int = 0, where: Where = None) -> Documents:
         """Return documents in the order of the source."""
 
     def similar(self, chunk_id: str, k: int) -> tuple[Result, ...]: ...
