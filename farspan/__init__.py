@@ -8,9 +8,11 @@ from farspan._version import __version__
 if TYPE_CHECKING:
     from farspan.app.api import (
         Run,
+        SearchIndex,
         compare,
         doctor,
         find_cluster,
+        index,
         plan,
         prepare,
         price,
@@ -23,10 +25,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Refusal",
     "Run",
+    "SearchIndex",
     "__version__",
     "compare",
     "doctor",
     "find_cluster",
+    "index",
     "plan",
     "prepare",
     "price",

@@ -25,6 +25,7 @@ from farspan.app import (
 )
 from farspan.app.choose_plan import choose_plan as choose_by_trials
 from farspan.app.configs import default_name, make_config
+from farspan.app.index_folders import make_index_folder
 from farspan.app.model_use import Format, export_model, generate_text
 from farspan.app.notebook_bar import show_progress
 from farspan.app.plans import read_planned
@@ -34,6 +35,7 @@ from farspan.app.updates import Progress, note_reporter
 from farspan.domain.cluster import Cluster
 from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
+from farspan.domain.index_folder import IndexFolder
 from farspan.domain.objective import Objective
 from farspan.domain.problems import command
 from farspan.domain.run import RunFolder
@@ -115,18 +117,20 @@ class Run:
         *,
         evaluate: bool = True,
         store: str | None = None,
+        encoder: str | None = None,
         device: indexing.Device = "auto",
         processes: int = 1,
     ) -> Indexed:
         """Bring the run's index to the documents that its text holds today; the first time, fit
-        vectors and measure how well they find documents. `store` is a vector store as run.yaml's
-        `index.store` names it."""
+        vectors and measure how well they find documents. `store` and `encoder` are as run.yaml's
+        `index.store` and `index.encoder` name them."""
         with show_progress(progress) as shown:
             return indexing.update_index(
                 self.folder,
                 shown,
                 evaluate=evaluate,
                 store=store,
+                encoder=encoder,
                 device=device,
                 processes=processes,
             )
@@ -138,6 +142,7 @@ class Run:
         queries: str | os.PathLike[str] | None = None,
         qrels: str | os.PathLike[str] | None = None,
         store: str | None = None,
+        encoder: str | None = None,
         device: indexing.Device = "auto",
         processes: int = 1,
     ) -> Indexed:
@@ -149,6 +154,7 @@ class Run:
                 self.folder,
                 shown,
                 store=store,
+                encoder=encoder,
                 device=device,
                 processes=processes,
                 tune=True,
@@ -200,6 +206,73 @@ class Run:
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
+
+
+class SearchIndex:
+    """The index of a text that nothing was trained on: its folder, and searches."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.folder = IndexFolder(Path(path))
+
+    @property
+    def path(self) -> Path:
+        return self.folder.path
+
+    def update(
+        self,
+        progress: Progress | None = None,
+        *,
+        evaluate: bool = True,
+        refit: bool = False,
+        queries: str | os.PathLike[str] | None = None,
+        qrels: str | os.PathLike[str] | None = None,
+    ) -> Indexed:
+        """Bring the index to the documents that its text holds today; with `refit` choose again how
+        it answers, also by `queries` with their `qrels` (`retrieval/relevance_judgements.py`)."""
+        with show_progress(progress) as shown:
+            return indexing.update_index(
+                self.folder,
+                shown,
+                evaluate=evaluate,
+                tune=refit,
+                queries=_optional_path(queries),
+                qrels=_optional_path(qrels),
+            )
+
+    def search(
+        self,
+        query: str,
+        k: int = 5,
+        system: System | None = None,
+        progress: Progress | None = None,
+        where: Mapping[str, Any] | Sequence[str] | None = None,
+    ) -> Answer:
+        """Return the documents that answer a query best, of those with the values of `where` in
+        their fields."""
+        with show_progress(progress) as shown:
+            return indexing.search_home(self.folder, query, k, system, where, shown)
+
+    def __repr__(self) -> str:
+        return f"SearchIndex({str(self.path)!r})"
+
+
+def index(
+    source: str | os.PathLike[str],
+    into: str | os.PathLike[str] | None = None,
+    *,
+    encoder: str | None = None,
+    store: str | None = None,
+    evaluate: bool = True,
+    progress: Progress | None = None,
+) -> SearchIndex:
+    """Make a folder or file of text searchable, without training: by words, and by vectors of a
+    ready encoder where there is one. The index lies in `into`, or `indexes/NAME`."""
+    folder = make_index_folder(
+        os.fspath(source), _optional_path(into), encoder=encoder, store=store
+    )
+    made = SearchIndex(folder.path)
+    made.update(progress, evaluate=evaluate)
+    return made
 
 
 def _optional_path(path: str | os.PathLike[str] | None) -> Path | None:

@@ -14,6 +14,7 @@ from farspan.domain.escapes import shell_line, shell_word
 CONSTRAINTS = "constraints.txt"
 #: The extra that has a library, where it is not `train`.
 EXTRAS = {
+    "bm25s": "search",
     "chromadb": "chroma",
     "datasets": "hf",
     "faiss": "faiss",
@@ -21,13 +22,18 @@ EXTRAS = {
     "mcp": "mcp",
     "mcp_types": "mcp",
     "pgvector": "pgvector",
+    "psutil": "search",
     "psycopg": "pgvector",
+    "py3langid": "search",
     "pyarrow": "parquet",
     "pypandoc": "formats",
     "pypdf": "pdf",
     "qdrant_client": "qdrant-server",
+    "qdrant_edge": "search",
     "ray": "ray",
+    "safetensors": "search",
     "sentence_transformers": "st",
+    "snowballstemmer": "search",
     "starlette": "serve",
     "uvicorn": "serve",
 }

@@ -58,6 +58,7 @@ EXIT_CODES = {
     "preempted": 50,
     "corpus-damaged": 51,
     "device-busy": 52,
+    "encoder-missing": 53,
     "no-model": 57,
     "llm-unusable": 58,
     "interrupted": 130,

@@ -215,12 +215,12 @@ class Condition:
     negated: bool = False
     literal: str | None = None
 
-    def matching(self, values: Iterable[str]) -> frozenset[str]:
+    def matching(self, values: Iterable[str | None]) -> frozenset[str]:
         """Return those of a field's values that pass, before negation.
 
         Raises Refusal (out-of-range) where no value is of the kind that is compared.
         """
-        distinct = frozenset(values)
+        distinct = frozenset(text for text in values if text is not None)
         if self.literal is not None and self.literal in distinct:
             return frozenset((self.literal,))
         read = [read_value(text) for text in sorted(distinct)]
@@ -232,6 +232,11 @@ class Condition:
             if any(test.passes(value) for test in self.tests):
                 passing.append(value.text)
         return frozenset(passing)
+
+    def passing(self, column: Sequence[str | None], texts: frozenset[str]) -> npt.NDArray[np.bool_]:
+        """Return which values of a column pass; `texts` are those that match."""
+        passing = [(text in texts) != self.negated for text in column]
+        return np.array(passing, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,19 +301,26 @@ class Filters:
 
         Raises Refusal (out-of-range) where a field has no value that can be compared.
         """
+        owners: list[int] = []
+        copies: list[Place] = []
+        for row, document in enumerate(documents):
+            if document.places:
+                owners += [row] * len(document.places)
+                copies += document.places
+        passing_N = np.ones(len(documents), bool)
+        copies_M = np.ones(len(copies), bool)
         matching = []
         for condition in self.conditions:
-            values = _distinct_values(documents, condition.field)
-            matching.append((condition, condition.matching(values)))
+            own = _column(documents, condition.field)
+            others = _column(copies, condition.field)
+            texts = condition.matching({*own, *others})
+            matching.append((condition, texts))
+            passing_N &= condition.passing(own, texts)
+            copies_M &= condition.passing(others, texts)
 
-        def passes(place: IndexedDocument | Place) -> bool:
-            for condition, texts in matching:
-                if (field_value(place, condition.field) in texts) == condition.negated:
-                    return False
-            return True
-
-        passing = [any(map(passes, document.everywhere)) for document in documents]
-        return Bindings(mask=np.array(passing, bool), payload=_as_payload(matching))
+        # A copy that passes brings its document in.
+        passing_N[np.array(owners, np.intp)[copies_M]] = True
+        return Bindings(mask=passing_N, payload=_as_payload(matching))
 
 
 def field_value(document: IndexedDocument | Place, name: str) -> str | None:
@@ -321,14 +333,8 @@ def field_value(document: IndexedDocument | Place, name: str) -> str | None:
     return document.metadata.get(name)
 
 
-def _distinct_values(documents: Sequence[IndexedDocument], name: str) -> set[str]:
-    distinct = set()
-    for document in documents:
-        for place in document.everywhere:
-            value = field_value(place, name)
-            if value is not None:
-                distinct.add(value)
-    return distinct
+def _column(places: Sequence[IndexedDocument | Place], name: str) -> list[str | None]:
+    return [field_value(place, name) for place in places]
 
 
 def _as_payload(matching: list[tuple[Condition, frozenset[str]]]) -> dict[str, str] | None:

@@ -213,35 +213,35 @@ def choose_ranking(index: Index, system: System | None, known: bool) -> RankingB
     vectors the index lacks, and (no-index) for a run with another model.
     """
     manifest = index.manifest
-    encoder = index.encoder
-    by_table = encoder is None and manifest.encoder is not None
-    if by_table:
-        encoder = index.query_table
+    if system not in (None, "bm25"):
+        _require_vectors(index, system)
     evaluation = manifest.evaluation
     choice = MixChoice()
+    table_choice = None
     if evaluation is not None:
         choice = evaluation.choice
-        if by_table and evaluation.table_choice is not None:
-            choice = evaluation.table_choice
+        table_choice = evaluation.table_choice
 
-    mix = choice.mix
-    if system == "bm25" or not manifest.sets:
-        mix = WORDS_ALONE
-    elif system in ("model", "encoder"):
-        mix = Mix(**{"bm25": 0.0, system: 1.0})
-    elif system == "fused" and mix == WORDS_ALONE:
-        mix = _even_mix(manifest)
-    elif system is None and not known:
-        mix = _even_mix(manifest).without("bm25")
+    mix = _mix_for(manifest, system, known, choice)
+    encoder = None
+    by_table = False
+    if "encoder" in mix.weights:
+        encoder = index.encoder
+        if encoder is None:
+            # The encoder is not on this machine.
+            encoder = index.query_table
+            by_table = encoder is not None
+            mix = _mix_for(manifest, system, known, table_choice or choice)
+            choice = table_choice or choice
+    if "encoder" in mix.weights and encoder is None:
+        if system == "encoder":
+            raise _refuse_system(index, "encoder", "the encoder is not on this machine")
+        mix = mix.without("encoder")
 
     embedders: dict[Voice, QueryEmbedder] = {}
-    if "encoder" in mix.weights:
-        if encoder is None:
-            raise _refuse_system(index, "encoder")
+    if "encoder" in mix.weights and encoder is not None:
         embedders["encoder"] = encoder
     if "model" in mix.weights:
-        if OWN_VECTORS not in manifest.sets:
-            raise _refuse_system(index, "model")
         embedders["model"] = index.own
     if system:
         why = "asked for"
@@ -251,16 +251,39 @@ def choose_ranking(index: Index, system: System | None, known: bool) -> RankingB
         why = not_evaluated(manifest.recipe)
     else:
         why = explain_choice(choice)
-    named = system or _system_of(mix)
-    return RankingBy(named, mix, embedders, why, by_table and "encoder" in embedders)
+    return RankingBy(system or _system_of(mix), mix, embedders, why, by_table)
+
+
+def _mix_for(manifest: IndexManifest, system: System | None, known: bool, choice: MixChoice) -> Mix:
+    """Return the weights of voices for a query; `choice` was made on tuning queries."""
+    if system == "bm25" or not manifest.sets:
+        return WORDS_ALONE
+    if system == "model":
+        return Mix(bm25=0.0, model=1.0)
+    if system == "encoder":
+        return Mix(bm25=0.0, encoder=1.0)
+    if system is None and not known:
+        return _even_mix(manifest).without("bm25")
+    if system == "fused" and choice.mix == WORDS_ALONE:
+        return _even_mix(manifest)
+    return choice.mix
+
+
+def _require_vectors(index: Index, system: System) -> None:
+    """Refuse a system whose vectors the index lacks."""
+    sets = index.manifest.sets
+    needed = {"model": OWN_VECTORS, "encoder": ENCODER_VECTORS}.get(system)
+    if not sets or (needed is not None and needed not in sets):
+        raise _refuse_system(index, system, f"its sets of vectors: {', '.join(sets) or 'none'}")
 
 
 def _even_mix(manifest: IndexManifest) -> Mix:
     """Return words and the index's best vectors in equal parts, which nothing was measured for."""
     if manifest.best_set is None:
         return WORDS_ALONE
-    voice = "encoder" if manifest.best_set == ENCODER_VECTORS else "model"
-    return Mix(**{"bm25": 0.5, voice: 0.5})
+    if manifest.best_set == ENCODER_VECTORS:
+        return Mix(bm25=0.5, encoder=0.5)
+    return Mix(bm25=0.5, model=0.5)
 
 
 def _system_of(mix: Mix) -> System:
@@ -268,12 +291,12 @@ def _system_of(mix: Mix) -> System:
     return "fused" if others else first
 
 
-def _refuse_system(index: Index, system: System) -> Refusal:
+def _refuse_system(index: Index, system: System, fact: str) -> Refusal:
     return Refusal(
         "usage",
-        what=f"the index has no vectors to search with by {system}",
+        what=f"this index cannot be searched by {SYSTEM_NAMES[system]}",
         where=index.path,
-        fact=f"its sets of vectors: {', '.join(index.manifest.sets) or 'none'}",
+        fact=fact,
         remedy="search without --system",
     )
 
