@@ -1,10 +1,10 @@
 """Embed texts with a model that farspan trained: the only module of a sentence-transformers folder.
 
-farspan copies this file into the folders that it exports, where farspan may not be installed. The
-vectors equal farspan's: every stream of the model (token embeddings, the states after each block,
-the output) is averaged over the tokens of a text, rare tokens with more weight. A mean is
-subtracted and a linear map applied; queries and passages have their own. The vectors of the text's
-tokens are added from a table. `encode_query` embeds queries, `encode` and `encode_document`
+farspan copies this file and `names.py` into the folders that it exports, where farspan may not be
+installed. The vectors equal farspan's: every stream of the model (token embeddings, the states
+after each block, the output) is averaged over the tokens of a text, rare tokens with more weight. A
+mean is subtracted and a linear map applied; queries and passages have their own. The vectors of the
+text's tokens are added from a table. `encode_query` embeds queries, `encode` and `encode_document`
 passages.
 
 Shapes: B texts, S positions, D size of a state, L streams, F = L D features, E size of a vector, V
@@ -13,7 +13,6 @@ vocabulary.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,15 +24,12 @@ from sentence_transformers.base.modules import InputModule
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from .names import query_form, spread
+
 #: The prompt that marks queries where `task` cannot be given. It is never embedded.
 QUERY_PROMPT = "query: "
 
 _FITTED = "fitted.safetensors"
-_NAME = re.compile(r"\w+(?:\.\w+)*")
-_SEPARATOR = re.compile(r"[._]+")
-#: Between a lower-case letter or digit and a capital, and before the last capital of a run:
-#: CrossEntropy, HTTPServer.
-_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
 class FarspanEmbedding(InputModule):
@@ -65,12 +61,12 @@ class FarspanEmbedding(InputModule):
         is_query = task == "query" or prompt == QUERY_PROMPT
         prefix = "" if prompt in (None, QUERY_PROMPT) else prompt
         texts = [_join_surrogates(f"{prefix}{text}") for text in inputs]
-        forms = [_query_form(text) for text in texts] if is_query else texts
+        forms = [query_form(text) for text in texts] if is_query else texts
         max_length = min(self.max_seq_length, config.max_position_embeddings) - 1
         encoded = self.tokenizer(
             forms, add_special_tokens=False, truncation=True, max_length=max_length
         )
-        words = self.tokenizer([_split_words(text) for text in texts], add_special_tokens=False)
+        words = self.tokenizer([spread(text) for text in texts], add_special_tokens=False)
 
         end = config.eos_token_id
         ids = [torch.tensor([end, *text]) for text in encoded["input_ids"]]
@@ -181,21 +177,6 @@ def _blocks_and_norm(body: nn.Module) -> tuple[nn.ModuleList, nn.Module]:
     blocks = next(name for name in ("h", "layers") if hasattr(body, name))
     norm = next(name for name in ("ln_f", "norm", "final_layer_norm") if hasattr(body, name))
     return getattr(body, blocks), getattr(body, norm)
-
-
-def _query_form(text: str) -> str:
-    """Split names, and put a space before each word as inside a text: `torch.nn.CrossEntropyLoss`
-    is ` torch nn cross...`."""
-    parts: list[str] = []
-    for word in text.split():
-        for piece in _SEPARATOR.split(word):
-            parts += _CAMEL.split(piece)
-    return "".join(f" {part.lower()}" for part in parts if part)
-
-
-def _split_words(text: str) -> str:
-    """Return every word in lower case, names split, one space before each."""
-    return "".join(_query_form(match[0]) for match in _NAME.finditer(text))
 
 
 def _join_surrogates(text: str) -> str:

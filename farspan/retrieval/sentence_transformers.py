@@ -16,6 +16,8 @@ from farspan.runtime.model import huggingface
 #: The source of the module, which nothing here imports: farspan works without
 #: sentence-transformers.
 _MODULE = Path(__file__).with_name("farspan_embedding.py")
+#: What it imports of farspan, which needs no more than the standard library.
+_NAMES_MODULE = Path(__file__).with_name("names.py")
 #: The first version whose modules are given the prompt and the task.
 _REQUIRES = ">=5.4"
 
@@ -44,7 +46,11 @@ def write_sentence_transformers(
         end_of_text=trained.tokenizer.end_of_text,
         dtype=dtype,
     )
-    for source, name in ((fitted, FITTED), (_MODULE, _MODULE.name)):
+    for source, name in (
+        (fitted, FITTED),
+        (_MODULE, _MODULE.name),
+        (_NAMES_MODULE, _NAMES_MODULE.name),
+    ):
         shutil.copyfile(source, folder / name)
     config = {
         "model_type": "SentenceTransformer",

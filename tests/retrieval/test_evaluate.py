@@ -13,8 +13,10 @@ from farspan.retrieval.evaluate import (
     evaluate,
     format_evaluation,
 )
-from farspan.retrieval.hybrid_ranking import DEPTH, best_by_document, fuse_hybrid_scores, query_form
+from farspan.retrieval.hybrid_ranking import DEPTH, best_by_document, fuse_hybrid_scores
+from farspan.retrieval.names import query_form
 from farspan.retrieval.queries import MIN_BODY_WORDS, Queries, Query, body_of, choose_queries
+from farspan.retrieval.words import Words
 
 
 def make(number: int, body: str | None = None) -> Document:
@@ -148,10 +150,11 @@ def test_systems_are_measured_as_a_plain_loop_does():
 
         return lambda row, query: [max(0, best(row, n)) for n in range(40)]
 
-    lexical = BM25Index.build(bodies, result.k1, result.b)
+    words = Words()
+    lexical = BM25Index.build(map(words.of_text, bodies), result.k1, result.b)
     found = result.kinds["title"]
     expected = {
-        "bm25": metrics(lambda row, query: lexical.bm25_scores(query.text)),
+        "bm25": metrics(lambda row, query: lexical.bm25_scores(words.of_query(query.text))),
         "model": metrics(by_vectors(trained)),
         "untuned": metrics(by_vectors(untrained)),
     }

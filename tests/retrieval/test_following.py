@@ -51,9 +51,10 @@ def check(index: Index, documents: list[Document]) -> None:
         (best,) = index.store.search(stored[row], 1).scores
         assert best == pytest.approx(1, abs=1e-3)
     texts = [f"{document.title}\n{document.text}" for document in documents]
-    words = BM25Index.build(texts, manifest.fit.k1, manifest.fit.b)
-    for query in ("socket port", "quokka island", "words that are new"):
-        np.testing.assert_allclose(index.lexical.bm25_scores(query), words.bm25_scores(query))
+    words = index.words
+    lexical = BM25Index.build(map(words.of_text, texts), manifest.fit.k1, manifest.fit.b)
+    for query in map(words.of_query, ("socket port", "quokka island", "words that are new")):
+        np.testing.assert_allclose(index.lexical.bm25_scores(query), lexical.bm25_scores(query))
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ while len(kinds) < 2:
     assert count == len(index.store.ids()), "a mixture"
     (vector,) = index.vectors(np.array([opened % count]))
     assert abs(index.store.search(vector, 1).scores[0] - 1) < 1e-3
-    assert index.lexical.bm25_scores("socket").any()
+    assert index.lexical.bm25_scores(["socket"]).any()
     kinds.add(index.manifest.files)
     index.close()
     opened += 1

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import json
 import stat
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,8 @@ import torch
 from farspan import models
 from farspan.domain.problems import Refusal
 from farspan.retrieval.embed import Embedder
-from farspan.retrieval.hybrid_ranking import query_form
 from farspan.retrieval.index import FitSettings
+from farspan.retrieval.names import query_form
 from farspan.retrieval.sentence_transformers import write_sentence_transformers
 from farspan.runtime.inference import Trained
 from farspan.runtime.model.decoder import Decoder, initialize_model
@@ -181,29 +182,25 @@ def test_the_folder_is_whole_and_readable_like_its_siblings(written, tmp_path):
     assert {file.name for file in folder.iterdir()} >= {
         "modules.json",
         "farspan_embedding.py",
+        "names.py",
         "fitted.safetensors",
     }
     prompts = json.loads((folder / "config_sentence_transformers.json").read_text())["prompts"]
     assert prompts == {"query": "query: ", "document": ""}
 
 
-def test_the_module_needs_no_farspan(written):
-    tree = ast.parse((written[1] / "farspan_embedding.py").read_text())
-    named = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    named += [
-        alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import)
-        for alias in node.names
-    ]
-    libraries = {"torch", "transformers", "safetensors", "sentence_transformers"}
-    assert {name.split(".")[0] for name in named} == libraries | {
-        "__future__",
-        "collections",
-        "pathlib",
-        "re",
-        "typing",
-    }
+def test_the_modules_need_no_farspan(written):
+    imported = set()
+    for file in ("farspan_embedding.py", "names.py"):
+        for node in ast.walk(ast.parse((written[1] / file).read_text())):
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                imported.add(node.module)
+            elif isinstance(node, ast.Import):
+                imported.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                assert (written[1] / f"{node.module}.py").exists()
+    libraries = {name.split(".")[0] for name in imported} - sys.stdlib_module_names
+    assert libraries == {"torch", "transformers", "safetensors", "sentence_transformers"}
 
 
 def test_without_maps_nothing_is_written(tokenizer, tmp_path):

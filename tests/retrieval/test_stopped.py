@@ -154,7 +154,7 @@ def test_open_index_keeps_answering_after_another_replaces_it(tmp_path: Path):
     assert len([entry for entry in folder.iterdir() if entry.is_dir()]) == 1
     assert (
         old.store.search(query, 10).ids.tolist() == before
-        and old.lexical.bm25_scores("socket").any()
+        and old.lexical.bm25_scores(["socket"]).any()
     )
     old.close()
 

@@ -44,7 +44,7 @@ ALL = 100
 VECTORS = ("time school", "--system", "model")
 SEARCHES = {
     "by vectors": VECTORS,
-    "by vectors and words": ("family of the world", "--system", "fused"),
+    "by vectors and words": ("what sleeps in this world", "--system", "fused"),
     "in one team": (*VECTORS, "--where", "team=red"),
     "in one document": (*VECTORS, "--where", "team=blue", "--where", "title=note 4"),
     "in no document": (*VECTORS, "--where", "team=red", "--where", "title=note 4"),

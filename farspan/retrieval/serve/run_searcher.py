@@ -12,8 +12,9 @@ import numpy.typing as npt
 from farspan.domain.problems import Refusal
 from farspan.retrieval import browse
 from farspan.retrieval.filters import Where
-from farspan.retrieval.hybrid_ranking import System, query_form
+from farspan.retrieval.hybrid_ranking import System
 from farspan.retrieval.index import INDEX_MANIFEST, Index, IndexManifest
+from farspan.retrieval.names import query_form
 from farspan.retrieval.search import Answer, Result, passage, search, similar
 from farspan.retrieval.serve.searcher import POINTS, Kind
 from farspan.retrieval.stores import Vectors
