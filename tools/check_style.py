@@ -254,7 +254,7 @@ def prescribed_methods(sources: list[Source]) -> set[str]:
 def is_plugin(path: Path) -> bool:
     """Return whether a file is one of a kind that all define the same names."""
     folders = {"techniques", "sources", "stores", "launchers", "commands", "export", "models"}
-    return path.parent.name in folders
+    return path.parent.name in folders | {"formats"}
 
 
 def check_public_names(sources: list[Source]) -> Iterator[str]:

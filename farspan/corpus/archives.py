@@ -56,7 +56,7 @@ class Allowance:
         self._bytes = max(_UNSUSPICIOUS_TOTAL_BYTES, MAX_UNPACKED_RATIO * archive_bytes)
 
     def take(self, size: int) -> None:
-        """Take so many bytes. Raises UnreadableFile where fewer are left."""
+        """Take `size` bytes. Raises UnreadableFile where fewer are left."""
         self._bytes -= size
         if self._bytes < 0:
             raise UnreadableFile(UNPACKS_TOO_FAR)
@@ -119,14 +119,14 @@ def open_zip(path: Path, allowance: Allowance) -> Iterator[ZipArchive]:
     """Open an archive. Raises UnreadableFile for a damaged one."""
     with path.open("rb") as file:
         with _refusing_damage():
-            archive = zipfile.ZipFile(_BoundedReads(file))  # type: ignore[arg-type]
+            archive = zipfile.ZipFile(_BoundedReads(file))
         with archive:
             yield ZipArchive(archive, allowance)
 
 
 class _BoundedReads:
-    """A file of which no more than some megabytes are read at a time: the list of an archive's
-    members has the length that it claims."""
+    """A file that gives no more than some megabytes at a time: the list of an archive's members has
+    the length that it claims."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file

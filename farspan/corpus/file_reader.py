@@ -122,7 +122,7 @@ class FileReader:
 
     def _convert(self, known: Format, file: Path, ending: str, label: str) -> list[Item]:
         options = self._find_options(known, file, ending, label)
-        return list(known.read(file, options, self._stopped))
+        return list(filter(None, known.read(file, options, self._stopped)))
 
     def _find_options(self, known: Format, file: Path, ending: str, label: str) -> ReadOptions:
         """Find how a file is encoded. Raises UnreadableFile for a damaged one."""

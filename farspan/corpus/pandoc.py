@@ -27,8 +27,8 @@ HEAP_MIB = 512
 #: All data of the process, where the system bounds it.
 _DATA_BYTES = 2 << 30
 #: Seconds of a core for a document, and of the clock where a machine is busy. A book takes 2 s.
-CPU_S = 60
-WALL_S = 600
+CONVERTER_CPU_S = 60
+CONVERTER_WALL_S = 600
 #: What it writes when it gives up for memory, by its manual's list of exit codes and its runtime's.
 _HEAP_EXHAUSTED = 251
 #: How often a conversion looks whether it is still wanted.
@@ -37,7 +37,7 @@ _LOOK_S = 0.5
 _MAX_MESSAGE_BYTES = 1 << 16
 
 TAKES_TOO_MUCH_MEMORY = f"takes pandoc more than {HEAP_MIB} MiB of memory"
-TAKES_TOO_LONG = f"takes pandoc more than {CPU_S} s of a core"
+TAKES_TOO_LONG = f"takes pandoc more than {CONVERTER_CPU_S} s of a core"
 
 
 class Pandoc(NamedTuple):
@@ -76,7 +76,7 @@ def _list_formats(path: Path) -> frozenset[str]:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             env=_environment(),
-            timeout=WALL_S,
+            timeout=CONVERTER_WALL_S,
             check=True,
         )
     except (OSError, subprocess.SubprocessError):
@@ -134,19 +134,19 @@ def _limit(pid: int) -> None:
         return
     # It may have ended already.
     with contextlib.suppress(OSError, ValueError):
-        resource.prlimit(pid, resource.RLIMIT_CPU, (CPU_S, CPU_S))
+        resource.prlimit(pid, resource.RLIMIT_CPU, (CONVERTER_CPU_S, CONVERTER_CPU_S))
         resource.prlimit(pid, resource.RLIMIT_DATA, (_DATA_BYTES, _DATA_BYTES))
 
 
 def _read_outputs(
     process: subprocess.Popen[bytes], stopped: threading.Event
 ) -> tuple[bytes, bytes]:
-    """Return what the process writes, and its last messages; both are bounded."""
+    """Return the page that the process writes, and its last messages; both are bounded."""
     assert process.stdout is not None
     assert process.stderr is not None
     page = bytearray()
     message = bytearray()
-    ends_s = time.monotonic() + WALL_S
+    ends_s = time.monotonic() + CONVERTER_WALL_S
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ, page)
         selector.register(process.stderr, selectors.EVENT_READ, message)

@@ -44,8 +44,8 @@ _MARKS = {
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-#: The most that an archive may unpack to, as a multiple of its size: text packs to a tenth, logs and
-#: tables to a fiftieth, and deflate makes a thousandth of zeros.
+#: The most that an archive may unpack to, as a multiple of its size: text packs to a tenth, logs
+#: and tables to a fiftieth, and deflate makes a thousandth of zeros.
 MAX_UNPACKED_RATIO = 200
 #: What unpacks to no more than this is read whatever its ratio.
 UNSUSPICIOUS_BYTES = 1 << 20

@@ -299,7 +299,8 @@ def _find_column(row: Mapping[str, Any], name: str) -> str | None:
         if isinstance(column, str) and column.casefold() == folded:
             return column
     outer, dot, _ = name.partition(".")
-    return name if dot and isinstance(row.get(outer), dict) else None
+    is_inner = dot and outer in row and isinstance(row[outer], dict | None)
+    return name if is_inner else None
 
 
 def _value_of(row: Mapping[str, Any], column: str) -> Any:
@@ -336,20 +337,18 @@ def read_parquet(file: Path, fields: FieldsConfig = FieldsConfig()) -> Iterator[
     # Lists and objects become no part of a document, unless they are named as its text.
     texts: list[str] = []
     scalars: list[str] = []
-    names = table.schema_arrow.names
-    columns = dict.fromkeys(names)
-    named = {_find_column(columns, name.partition(".")[0]) for name in fields.texts}
+    columns = dict.fromkeys(table.schema_arrow.names)
+    wanted = {_find_column(columns, name.partition(".")[0]) for name in fields.texts}
     for field in table.schema_arrow:
         kind = field.type.value_type if types.is_dictionary(field.type) else field.type
         is_text = types.is_string(kind) or types.is_large_string(kind)
-        if field.name in named or (is_text and not fields.texts):
-            texts.append(field.name)
         is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
-        if is_text or is_number or field.name in named:
+        if field.name in wanted or (is_text and not fields.texts):
+            texts.append(field.name)
+        if is_text or is_number or field.name in wanted:
             scalars.append(field.name)
-    known = dict.fromkeys(texts, "")
-    if not texts or not (fields.texts or any(_find_column(known, name) for name in TEXT_FIELDS)):
-        raise UnreadableFile(lacks_text(fields), describe_columns(names))
+    if not has_columns(dict.fromkeys(texts), fields):
+        raise UnreadableFile(lacks_text(fields), describe_columns(columns))
     first = 1
     for group in range(table.num_row_groups):
         count = table.metadata.row_group(group).num_rows

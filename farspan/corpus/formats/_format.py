@@ -47,8 +47,8 @@ class Format(NamedTuple):
     declares: bool = False
     #: True if such files may also be packed.
     packed: bool = False
-    #: The most that a packed file may unpack to, as a multiple of its own size; 0 for no limit, where
-    #: parts of it are bounded.
+    #: The most that a packed file may unpack to, as a multiple of its own size; 0 for no limit,
+    #: where parts of it are bounded.
     max_ratio: int = MAX_UNPACKED_RATIO
     needs: Needs | None = None
     #: True if its documents are rows, whose columns run.yaml may name.

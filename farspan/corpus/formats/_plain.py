@@ -1,4 +1,4 @@
-"""Read text files as they are, in parts of bounded size, with the headings that an outline finds."""
+"""Read text files as they are, in parts of bounded size, with the headings of an outline."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _READ_AS = "named rows"
 
 
 def read_lines(file: Path, options: ReadOptions) -> Iterator[Document | Skipped]:
-    """Read rows, each of which has its own text."""
+    """Read rows that each have a text."""
     return read_json_rows(file, options.encoding, options.fields)
 
 

@@ -27,7 +27,7 @@ from farspan.domain.corpus import Document, Skipped
 #: With attachments, which are not read. Most servers take no more than half of this.
 MAX_MESSAGE_BYTES = 64 << 20
 MESSAGE_TOO_LONG = f"longer than {MAX_MESSAGE_BYTES >> 20} MiB with its attachments"
-NO_TEXT = "a message without text"
+NO_MESSAGE_TEXT = "a message without text"
 #: Parts that are looked at, and attachments that are named.
 _MAX_PARTS = 1000
 _MAX_NAMED = 20
@@ -62,8 +62,7 @@ def read_mailbox(file: Path, options: ReadOptions) -> Iterator[Document | Skippe
 
 
 def _split_messages(stream: IO[bytes]) -> Iterator[bytes | None]:
-    """Yield messages, each of which begins behind a line `From ...`; None for one that is too
-    long."""
+    """Yield messages, which begin behind lines `From ...`; None for one that is too long."""
     lines: list[bytes] = []
     size = 0
     has_begun = False
@@ -104,7 +103,7 @@ def _read_content(content: bytes, file: Path, number: int, name: str) -> Documen
         more = f" and {len(attachments) - _MAX_NAMED} more" * (len(attachments) > _MAX_NAMED)
         metadata["attachments"] = ", ".join(attachments[:_MAX_NAMED]) + more
     if len(text) > MAX_DOCUMENT_BYTES or not text.strip():
-        reason = TOO_LONG if text.strip() else NO_TEXT
+        reason = TOO_LONG if text.strip() else NO_MESSAGE_TEXT
         if number:
             return Skipped.row(file, number, reason, metadata.get("attachments", ""))
         return Skipped.file(file, reason, metadata.get("attachments", ""), bad=bool(text.strip()))
@@ -114,8 +113,8 @@ def _read_content(content: bytes, file: Path, number: int, name: str) -> Documen
 
 
 def _read_parts(message: email.message.Message) -> tuple[str, list[str]]:
-    """Return the text of a message and the names of what is attached. Of a text that is there as
-    HTML too, the plain one is taken."""
+    """Return the text of a message and the names of what is attached. Text that is there
+    as HTML too is taken from its plain part."""
     plain: list[str] = []
     pages: list[str] = []
     attachments: list[str] = []

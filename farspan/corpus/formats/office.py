@@ -118,17 +118,17 @@ def _read_document(
     yield _page_document(page, file, options)
 
 
-def _encoded_copy(file: Path, encoding: str) -> IO[bytes]:
-    """Return a text in UTF-8, which pandoc takes, as an open file."""
-    copy = tempfile.TemporaryFile()
-    with open_utf8(file, encoding) as stream:
-        while chunk := stream.read(CHUNK_BYTES):
-            copy.write(chunk)
-            if copy.tell() > MAX_DOCUMENT_BYTES:
-                copy.close()
-                raise UnreadableFile(TOO_LONG)
-    copy.seek(0)
-    return copy
+@contextlib.contextmanager
+def _encoded_copy(file: Path, encoding: str) -> Iterator[IO[bytes]]:
+    """Open a copy of a text in UTF-8, which pandoc takes."""
+    with tempfile.TemporaryFile() as copy:
+        with open_utf8(file, encoding) as stream:
+            while chunk := stream.read(CHUNK_BYTES):
+                copy.write(chunk)
+                if copy.tell() > MAX_DOCUMENT_BYTES:
+                    raise UnreadableFile(TOO_LONG)
+        copy.seek(0)
+        yield copy
 
 
 def _page_document(page: str, file: Path, options: ReadOptions) -> Document:
@@ -172,7 +172,7 @@ def _mark_slide(slide: re.Match[str]) -> str:
 
 
 def _needs(format_name: str) -> Needs:
-    """Return what a format needs: a pandoc that reads it."""
+    """Return the need of a format: a pandoc that reads it."""
     return Needs(functools.partial(_is_read, format_name), "formats")
 
 

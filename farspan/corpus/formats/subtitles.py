@@ -20,7 +20,7 @@ _MAX_LINE_CHARS = 1 << 16
 
 
 def keep_spoken(pieces: Iterator[str]) -> Iterator[str]:
-    """Yield what is spoken, with a blank line for each line of numbers, times and notes."""
+    """Yield the spoken lines, with a blank line for each line of numbers, times and notes."""
     cues = _Cues()
     rest = ""
     for piece in pieces:
@@ -41,7 +41,7 @@ class _Cues:
         self._is_spoken = False
 
     def spoken(self, line: str) -> str:
-        """Return what is spoken on the next line of a file."""
+        """Return the words on the next line of a file, if they are spoken."""
         if not line.strip():
             self._is_spoken = False
             return ""

@@ -6,9 +6,9 @@ Without a column of text all columns make the text, each value behind the name o
 from __future__ import annotations
 
 import csv
-import io
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from farspan.corpus.formats._format import Format, Runs
 from farspan.corpus.reading import (
@@ -47,7 +47,7 @@ def read_table(file: Path, options: ReadOptions) -> Iterator[Document | Skipped]
     csv.field_size_limit(MAX_DOCUMENT_BYTES)
     ending = next((end for end in _DELIMITERS if options.ending.startswith(end)), ".csv")
     delimiter = _find_delimiter(file, options.encoding, _DELIMITERS[ending])
-    names: list[str] | None = None
+    columns: list[str] | None = None
     fields = options.fields
     with open_utf8(file, options.encoding) as stream:
         lines = _Lines(stream)
@@ -66,30 +66,30 @@ def read_table(file: Path, options: ReadOptions) -> Iterator[Document | Skipped]
                 yield Skipped.row(file, number, TOO_LONG)
             elif len(cells) > MAX_COLUMNS:
                 yield Skipped.row(file, number, TOO_MANY_COLUMNS)
-            elif names is None and not any(map(str.strip, cells)):
+            elif columns is None and not any(map(str.strip, cells)):
                 continue
-            elif names is None:
-                has_names = _are_names(cells)
-                names = [cell.strip() for cell in cells] if has_names else []
-                if fields.texts and not has_columns(dict.fromkeys(names), fields):
-                    detail = describe_columns(names) if names else "its columns have no names"
+            elif columns is None:
+                has_names = _are_names(cells) or has_columns(dict.fromkeys(cells), fields)
+                columns = [cell.strip() for cell in cells] if has_names else []
+                if fields.texts and not has_columns(dict.fromkeys(columns), fields):
+                    detail = describe_columns(columns) if columns else "its columns have no names"
                     raise UnreadableFile(lacks_text(fields), detail)
                 if not has_names:
-                    yield from _read_row(cells, names, file, number, fields)
+                    yield from _read_row(cells, columns, file, number, fields)
             elif any(map(str.strip, cells)):
-                yield from _read_row(cells, names, file, number, fields)
+                yield from _read_row(cells, columns, file, number, fields)
 
 
 def _read_row(
-    cells: list[str], names: list[str], file: Path, number: int, fields: FieldsConfig
+    cells: list[str], columns: list[str], file: Path, number: int, fields: FieldsConfig
 ) -> Iterator[Document | Skipped]:
     """Yield the document of a row; without names of columns its text is its cells."""
     row = {}
     for place, cell in enumerate(cells):
-        name = names[place] if place < len(names) else ""
+        name = columns[place] if place < len(columns) else ""
         row[name or f"column {place + 1}"] = cell.strip()
     if has_text(row, fields):
-        filled = {name: value for name, value in row.items() if value or name in names}
+        filled = {name: value for name, value in row.items() if value or name in columns}
         yield row_document(filled, file, number, fields=fields)
         return
     if fields.texts:
@@ -97,7 +97,7 @@ def _read_row(
         yield Skipped.row(file, number, lacks_text(fields), describe_columns(row))
         return
     pairs = [(name, value) for name, value in row.items() if value]
-    lines = [f"{name}: {value}" if names else value for name, value in pairs]
+    lines = [f"{name}: {value}" if columns else value for name, value in pairs]
     text = "\n".join(lines)
     if len(text) > MAX_FIELDS_BYTES:
         yield Skipped.row(file, number, TOO_LONG)
@@ -117,7 +117,7 @@ def _all(fields: FieldsConfig) -> FieldsConfig:
 class _Lines:
     """The lines of a table as text; one that is too long is left out."""
 
-    def __init__(self, stream: io.BufferedIOBase) -> None:
+    def __init__(self, stream: IO[bytes]) -> None:
         self._lines = bounded_lines(stream)
         self._was_dropped = False
         self._is_first = True
@@ -162,8 +162,8 @@ def _find_delimiter(file: Path, encoding: str, delimiters: str) -> str:
 def _are_names(cells: list[str]) -> bool:
     """Return True for cells that are names of columns: distinct, short, and no numbers. The first
     may be empty, as pandas writes it."""
-    names = [cell.strip() for cell in cells]
-    filled = names if names[0] else names[1:]
+    columns = [cell.strip() for cell in cells]
+    filled = columns if columns[0] else columns[1:]
     if not filled or not all(filled) or len(set(filled)) < len(filled):
         return False
     return all(len(name) <= _MAX_NAME_CHARS and not _is_number(name) for name in filled)

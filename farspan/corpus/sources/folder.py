@@ -22,9 +22,7 @@ from farspan.domain.problems import Refusal, command
 from farspan.domain.struct_files import missing_path
 
 #: Endings that a refusal names; there are more than a hundred.
-_KNOWN_SHOWN = (
-    ".txt .md .html .pdf .docx .epub .tex .csv .json .jsonl .parquet .ipynb .eml .py .zip"
-)
+_KNOWN_SHOWN = ".txt .md .html .pdf .docx .epub .tex .csv .jsonl .parquet .ipynb .eml .py .zip"
 
 
 def open_source(location: str, fields: FieldsConfig = FieldsConfig()) -> Folder:
@@ -87,13 +85,15 @@ class Folder:
 
     def _missing_extra(self, ending: str) -> str:
         """Return the extra that files of an ending need, empty where nothing is missing."""
-        if ending not in self._missing:
-            self._missing[ending] = missing_extra(ending)
-        return self._missing[ending]
+        extra = self._missing.get(ending)
+        if extra is None:
+            extra = missing_extra(ending)
+            self._missing[ending] = extra
+        return extra
 
     def _find_lacking(self, ending: str) -> str:
-        """Return what files of an ending lack, for the fingerprint: with an extra, the same files
-        hold more than without it. The same text wherever farspan is installed."""
+        """Return the extras that files of an ending lack, for the fingerprint: with an extra, the
+        same files hold more than without it. The same text wherever farspan is installed."""
         extras = {self._missing_extra(ending)}
         if ending == ZIP:
             extras = set(map(self._missing_extra, load_formats()))
