@@ -99,8 +99,9 @@ def refuse_edited(run: RunFolder) -> None:
         return
     changed = []
     for key, before, after in _diff_values(_flatten_config(started), _flatten_config(now)):
-        # Read again: where the index lies, what follows a fault, and which lab is entered.
-        if key == "on_fault" or key.startswith("index."):
+        # Read again: where the index lies and what answers from it, what follows a fault, and which
+        # lab is entered.
+        if key == "on_fault" or key.startswith(("index.", "serve.")):
             continue
         if key == "parallel.cluster" and is_external(str(after)):
             continue

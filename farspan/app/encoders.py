@@ -27,6 +27,8 @@ class ReadyEncoder(NamedTuple):
     model: VoiceModel | None = None
     identity: EncoderIdentity | None = None
     why_none: str = ""
+    #: Tokens of a text that it reads.
+    max_tokens: int = 0
 
 
 def choose_encoder(
@@ -89,7 +91,8 @@ def _as_voice(encoder: Encoder) -> ReadyEncoder:
     identity = EncoderIdentity(
         id=encoder.id, name=encoder.name, folder=str(encoder.folder.resolve())
     )
-    return ReadyEncoder(EncoderModel(encoder=encoder), identity)
+    model = EncoderModel(encoder=encoder)
+    return ReadyEncoder(model, identity, max_tokens=encoder.max_tokens)
 
 
 def _missing_encoder(known: EncoderIdentity) -> ReadyEncoder:

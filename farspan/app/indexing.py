@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from farspan.app.encoders import choose_encoder, find_known_encoder
+from farspan.app.encoders import ReadyEncoder, choose_encoder, find_known_encoder
 from farspan.app.updates import Ended, Note, Progress, ignore_update, note_reporter
 from farspan.domain.config import DataConfig, IndexConfig, IndexFolderConfig, RunConfig
 from farspan.domain.corpus import CorpusManifest, copies_line
@@ -109,8 +109,7 @@ def update_index(
     from farspan.retrieval.index_work import IndexWork
 
     asked = index_config(home)
-    recipe = Recipe(store=store or asked.store, evaluate=evaluate)
-    _check_store(recipe.store)
+    _check_store(store or asked.store)
     report = note_reporter(progress)
     work = IndexWork(time.monotonic, progress)
     with ExitStack() as stack:
@@ -134,6 +133,11 @@ def update_index(
         ready = choose_encoder(encoder or asked.encoder, known, texts, report)
         if ready.model is not None:
             voices.insert(0, ready.model)
+        recipe = Recipe(
+            chunk_tokens=_passage_tokens(ready, before),
+            store=store or asked.store,
+            evaluate=evaluate,
+        )
         task = Task(
             path=home.index,
             documents=documents,
@@ -163,6 +167,18 @@ def update_index(
     earlier = None if before is None else (before.fit, before.evaluation)
     fitted = earlier != (manifest.fit, manifest.evaluation)
     return Indexed(manifest=manifest, fitted=fitted, embedded=work.embedded, kept=work.kept)
+
+
+def _passage_tokens(ready: ReadyEncoder, before: IndexManifest | None) -> int:
+    """Return the word pieces of a passage: more where an encoder embeds it that reads so many."""
+    from farspan.retrieval.index import ENCODER_PASSAGE_TOKENS, PASSAGE_TOKENS
+
+    if ready.identity is None:
+        return PASSAGE_TOKENS
+    if not ready.max_tokens and before is not None:
+        # The encoder is not on this machine: what it has embedded stays.
+        return before.recipe.chunk_tokens
+    return max(PASSAGE_TOKENS, min(ENCODER_PASSAGE_TOKENS, ready.max_tokens))
 
 
 def _check_store(store: str) -> None:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import datetime
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from farspan.app.updates import Progress, ignore_update, note_reporter
+from farspan.domain.config import IndexFolderConfig, RunConfig, ServeConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.install import install_command
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder, RunRecord
-from farspan.domain.struct_files import load
+from farspan.domain.struct_files import load, load_yaml
 
 if TYPE_CHECKING:
     from farspan.app.indexing import IndexHome
+    from farspan.retrieval.cited_answer import CitedAnswer
+    from farspan.retrieval.llm_endpoint import Endpoint
     from farspan.retrieval.serve.run_searcher import IndexSearcher
     from farspan.retrieval.serve.site import Served
     from farspan.runtime.inference import Trained
@@ -34,9 +38,12 @@ def serve_index(
     port: int = 8000,
     token: str | None = None,
     mcp: bool = False,
+    llm: str | None = None,
+    llm_model: str | None = None,
 ) -> None:
     """Serve the index of a run, or of a folder, until the process is asked to end. `token` may also
-    be in $FARSPAN_TOKEN. With `mcp` also by the Model Context Protocol.
+    be in $FARSPAN_TOKEN. With `mcp` also by the Model Context Protocol. `llm` and `llm_model` take
+    the place of `serve.llm` and `serve.llm_model` of run.yaml or index.yaml.
 
     Raises Refusal, also for an address that others can reach without a token (out-of-range), and
     where another program listens there (port-taken).
@@ -59,8 +66,60 @@ def serve_index(
     token = token or os.environ.get(TOKEN_VARIABLE) or None
     address = Address(run=home.path, host=host, port=port, token=token)
     report = note_reporter(progress)
-    served = describe_served(home)
+    served = replace(describe_served(home), llm=named_llm(home, llm, llm_model))
     serve_at(address, served, lambda: open_searcher(home, report), report, mcp=mcp)
+
+
+def named_llm(home: IndexHome, llm: str | None, llm_model: str | None) -> Endpoint | None:
+    """Return the language model that was named, else the configuration's; None without one. Raises
+    Refusal."""
+    from farspan.retrieval.llm_endpoint import find_endpoint
+
+    config = serve_config(home)
+    url = llm or config.llm
+    model = llm_model or config.llm_model
+    if url is None:
+        return None
+    if model is None:
+        raise Refusal(
+            "usage",
+            what="the language model has no name",
+            where=f"serve.llm: {url}",
+            fact="an endpoint has many models",
+            remedy="add its name: --llm-model NAME, or serve.llm_model in run.yaml or index.yaml",
+        )
+    return find_endpoint(url, model)
+
+
+def serve_config(home: IndexHome) -> ServeConfig:
+    """Return how an index is served: by a run's run.yaml, or by index.yaml."""
+    if isinstance(home, RunFolder):
+        return load_yaml(home.config, RunConfig).serve
+    return load_yaml(home.config, IndexFolderConfig).serve
+
+
+def ask_home(
+    home: IndexHome,
+    question: str,
+    progress: Progress = ignore_update,
+    *,
+    k: int | None = None,
+    where: Mapping[str, Any] | Sequence[str] | None = None,
+    llm: str | None = None,
+    llm_model: str | None = None,
+) -> CitedAnswer:
+    """Return the answer of a language model to a question from the best passages. Raises
+    Refusal, also (no-model) where none is named, and (llm-unusable)."""
+    from farspan.app.indexing import search_home
+    from farspan.retrieval.cited_answer import ASKED_PASSAGES, MAX_ASKED_PASSAGES
+    from farspan.retrieval.llm_endpoint import answer_from, no_llm
+
+    endpoint = named_llm(home, llm, llm_model)
+    if endpoint is None:
+        raise no_llm("farspan ask")
+    passages = min(k or ASKED_PASSAGES, MAX_ASKED_PASSAGES)
+    answer = search_home(home, question, passages, None, where, progress)
+    return answer_from(endpoint, question, answer.results)
 
 
 def serve_mcp(home: IndexHome, progress: Progress = ignore_update) -> None:

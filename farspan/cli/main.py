@@ -49,6 +49,7 @@ ORDER = (
     "embed",
     "tune",
     "search",
+    "ask",
     "serve",
     "mcp",
     "export",

@@ -180,12 +180,20 @@ class IndexConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     qrels: str | None = None
 
 
+class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    #: The address of a language model that answers questions from what is found, in the form of
+    #: OpenAI's API, and the model's name there. Its key is in the environment.
+    llm: str | None = None
+    llm_model: str | None = None
+
+
 class IndexFolderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole of index.yaml: an index of text that nothing was trained on."""
 
     data: Source | DataConfig
     version: Literal[1] = 1
     index: IndexConfig = IndexConfig()
+    serve: ServeConfig = ServeConfig()
 
     @property
     def data_config(self) -> DataConfig:
@@ -206,6 +214,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     checkpoint: CheckpointConfig = CheckpointConfig()
     budget: BudgetConfig = BudgetConfig()
     index: IndexConfig = IndexConfig()
+    serve: ServeConfig = ServeConfig()
     #: After a lost worker, host or link: start again, with a new plan where a host stays away
     #: (`recover`); start again once all are there (`wait`); or end the run (`stop`).
     on_fault: OnFault = "recover"

@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from farspan.domain.problems import Refusal
+from farspan.retrieval.llm_endpoint import find_endpoint
 from farspan.retrieval.serve.forms import ModelAbout, TextAbout
 from farspan.retrieval.serve.limits import Limits
 from farspan.retrieval.serve.server import Address, serve
@@ -27,6 +28,8 @@ class Setting(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     #: Opening an index takes so long.
     opening_s: float = 0.0
     #: By the Model Context Protocol: also at an address, or on standard input and output alone.
+    #: The address of a language model, called `stand-in` there.
+    llm: str = ""
     mcp: Literal["", "http", "stdio"] = ""
 
 
@@ -62,6 +65,9 @@ def main(run: Path, setting: Setting) -> int:
             line="llama-like, 2 layers x 32, 0.1 M parameters", parameters=100_000, context=64
         ),
         text=TextAbout(source="papers", documents=29, bytes=12_345),
+        llm=find_endpoint(setting.llm, "stand-in", limit_s=setting.limits.ask_s)
+        if setting.llm
+        else None,
     )
     address = Address(run=run, host=setting.host, port=setting.port, token=setting.token)
     try:

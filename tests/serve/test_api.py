@@ -305,7 +305,8 @@ def test_the_schema_is_valid_and_true_of_the_answers(server):
         "/v1/models": "/v1/models",
         "/healthz": "/healthz",
     }
-    assert {*asked} | {"/api/generate", "/v1/embeddings"} == {*schema["paths"]}
+    by_post = {"/api/ask", "/api/generate", "/v1/embeddings"}
+    assert {*asked} | by_post == {*schema["paths"]}
     for path, address in asked.items():
         _check(schema["paths"][path]["get"], server.get(address), registry)
     _check(

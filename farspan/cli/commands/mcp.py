@@ -10,7 +10,7 @@ import argparse
 import os
 
 from farspan.cli.arguments import find_home, takes_run
-from farspan.cli.commands.serve import takes_address
+from farspan.cli.commands.serve import takes_address, takes_llm
 from farspan.cli.console import Console
 
 HELP = "search the documents from Claude, Cursor, VS Code and others (MCP)"
@@ -25,6 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--config", action="store_true", help="print how the common programs are set up for it"
     )
     takes_address(parser)
+    takes_llm(parser)
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
@@ -53,6 +54,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
             port=given.port,
             token=given.token,
             mcp=True,
+            llm=given.llm,
+            llm_model=given.llm_model,
         )
         console.answer({"run": str(folder.path)})
         return

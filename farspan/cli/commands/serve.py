@@ -14,6 +14,7 @@ HELP = "search the documents in a browser, and an API"
 def configure(parser: argparse.ArgumentParser) -> None:
     takes_run(parser)
     takes_address(parser)
+    takes_llm(parser)
 
 
 def takes_address(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +35,19 @@ def takes_address(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def takes_llm(parser: argparse.ArgumentParser) -> None:
+    """Add what answers questions."""
+    parser.add_argument(
+        "--llm",
+        metavar="URL",
+        help="a language model that answers questions from what is found, in the form of OpenAI's\n"
+        "API: http://127.0.0.1:11434/v1 (or serve.llm in run.yaml; its key in $FARSPAN_LLM_KEY)",
+    )
+    parser.add_argument(
+        "--llm-model", metavar="NAME", help="its name there (or serve.llm_model in run.yaml)"
+    )
+
+
 def _parse_port(text: str) -> int:
     if not 0 <= (value := int(text)) <= 65535:
         raise argparse.ArgumentTypeError(f"{text} is not from 0 to 65535")
@@ -50,5 +64,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
         host=given.host,
         port=given.port,
         token=given.token,
+        llm=given.llm,
+        llm_model=given.llm_model,
     )
     console.answer({"run": str(folder.path)})

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from farspan.domain.problems import Problem
+from farspan.retrieval.cited_answer import ASKED_PASSAGES, MAX_ASKED_PASSAGES
 from farspan.retrieval.hybrid_ranking import System
 from farspan.retrieval.index import IndexManifest
 from farspan.retrieval.search import Result
@@ -21,6 +22,15 @@ class Search(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     q: str
     k: Annotated[int, msgspec.Meta(ge=1)] = 10
     offset: Annotated[int, msgspec.Meta(ge=0)] = 0
+    system: System | None = None
+    where: dict[str, Any] | list[str] = {}
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A question for the language model, which answers from the `k` best passages."""
+
+    q: str
+    k: Annotated[int, msgspec.Meta(ge=1, le=MAX_ASKED_PASSAGES)] = ASKED_PASSAGES
     system: System | None = None
     where: dict[str, Any] | list[str] = {}
 
@@ -84,6 +94,8 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     index: IndexManifest
     fields: tuple[str, ...]
     report: bool
+    #: The name of the language model that answers questions; None without one.
+    llm: str | None
     limits: Limits
     trouble: Problem | None = None
 

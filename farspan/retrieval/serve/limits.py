@@ -26,6 +26,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     #: does.
     search_s: float = 30.0
     write_s: float = 120.0
+    #: Questions that a language model answers at once, those that may wait, and its time for one.
+    asking: int = 4
+    asking_waiting: int = 16
+    ask_s: float = 60.0
     #: How long the head of a request may take to come, and how long its body.
     head_s: float = 10.0
     body_s: float = 10.0

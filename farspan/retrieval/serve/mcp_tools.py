@@ -23,7 +23,7 @@ from farspan.retrieval.serve.searcher import Searcher
 Form = TypeVar("Form", bound="ToolForm")
 
 #: Passages of one answer at most: a model has to read them all.
-MAX_PASSAGES = 50
+MAX_TOOL_PASSAGES = 50
 MAX_DOCUMENTS = 200
 MAX_NEIGHBOURS = 10
 
@@ -59,7 +59,7 @@ class SearchForm(ToolForm, frozen=True, kw_only=True):
     query: Annotated[
         str, Meta(description="Words or a whole question, in the language of the documents.")
     ]
-    k: Annotated[int, Meta(ge=1, le=MAX_PASSAGES, description="Results at most.")] = 5
+    k: Annotated[int, Meta(ge=1, le=MAX_TOOL_PASSAGES, description="Results at most.")] = 5
     offset: Annotated[
         int, Meta(ge=0, le=Limits().offset, description="Results to pass over, for the next page.")
     ] = 0
@@ -78,7 +78,7 @@ class PassageForm(ToolForm, frozen=True, kw_only=True):
 
 class SimilarForm(ToolForm, frozen=True, kw_only=True):
     id: PassageId
-    k: Annotated[int, Meta(ge=1, le=MAX_PASSAGES, description="Passages at most.")] = 5
+    k: Annotated[int, Meta(ge=1, le=MAX_TOOL_PASSAGES, description="Passages at most.")] = 5
 
 
 class DocumentsForm(ToolForm, frozen=True, kw_only=True):

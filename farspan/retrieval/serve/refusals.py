@@ -25,6 +25,7 @@ STATUS = {
     "unknown-key": 422,
     "file-unreadable": 400,
     "run-busy": 503,
+    "llm-unusable": 502,
 }
 UNAVAILABLE = 503
 

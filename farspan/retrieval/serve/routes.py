@@ -11,7 +11,9 @@ from starlette.responses import Response
 
 from farspan._version import __version__
 from farspan.domain.problems import Refusal, command
+from farspan.retrieval.cited_answer import CitedAnswer
 from farspan.retrieval.hybrid_ranking import System
+from farspan.retrieval.llm_endpoint import answer_from, no_llm
 from farspan.retrieval.search import Answer, Result
 from farspan.retrieval.serve import forms
 from farspan.retrieval.serve.access import Check, accept_link
@@ -104,6 +106,7 @@ def api_routes(site: ServedIndex) -> APIRouter:
     """Return the routes of the API but OpenAI's."""
     router = APIRouter()
     _add_search(router, site)
+    _add_answers(router, site)
     _add_passages(router, site)
     _add_model(router, site)
     return router
@@ -153,6 +156,35 @@ def _add_search(router: APIRouter, site: ServedIndex) -> None:
         return await _answer_search(site, form, "key q")
 
 
+def _add_answers(router: APIRouter, site: ServedIndex) -> None:
+    @router.post(
+        "/api/ask",
+        response_class=Response,
+        responses={200: answers(CitedAnswer)},
+        openapi_extra=takes(forms.Ask),
+        summary="Answer a question from the best passages, with citations",
+    )
+    async def ask(request: Request) -> Response:
+        form = await site.parse_body(request, forms.Ask)
+        refuse_above(len(form.q), site.limits.query_chars, "characters", "key q")
+        _refuse_empty(form.q, "key q")
+        llm = site.served.llm
+        if llm is None:
+            raise no_llm("POST /api/ask")
+
+        def find(searcher: Searcher) -> Answer:
+            return searcher.search(form.q, form.k, form.system, form.where or None)
+
+        # The index is not kept open while the language model writes.
+        found_answer = await site.ask(find)
+        results = found_answer.results
+
+        def write() -> CitedAnswer:
+            return answer_from(llm, form.q, results)
+
+        return json_response(await site.asking.run(write))
+
+
 def _add_passages(router: APIRouter, site: ServedIndex) -> None:
     limits = site.limits
 
@@ -178,7 +210,16 @@ def _add_passages(router: APIRouter, site: ServedIndex) -> None:
 
 async def _answer_search(site: ServedIndex, form: forms.Search, place: str) -> Response:
     """Return the answer to a search. Raises Refusal (usage) for an empty query, at `place`."""
-    if not form.q.strip():
+    _refuse_empty(form.q, place)
+
+    def work(searcher: Searcher) -> Answer:
+        return searcher.search(form.q, form.k, form.system, form.where or None, form.offset)
+
+    return json_response(await site.ask(work))
+
+
+def _refuse_empty(query: str, place: str) -> None:
+    if not query.strip():
         raise Refusal(
             "usage",
             what="there is nothing to search for",
@@ -186,11 +227,6 @@ async def _answer_search(site: ServedIndex, form: forms.Search, place: str) -> R
             fact="the query is empty",
             remedy="ask with words: /api/search?q=read+a+file",
         )
-
-    def work(searcher: Searcher) -> Answer:
-        return searcher.search(form.q, form.k, form.system, form.where or None, form.offset)
-
-    return json_response(await site.ask(work))
 
 
 def read_filters(request: Request) -> list[str]:
@@ -232,6 +268,8 @@ def _add_model(router: APIRouter, site: ServedIndex) -> None:
     async def about() -> Response:
         def describe(searcher: Searcher) -> forms.About:
             served = site.served
+            has_report = served.report is not None and served.report.exists()
+            llm = None if served.llm is None else served.llm.model
             return forms.About(
                 name=served.name,
                 version=__version__,
@@ -239,7 +277,8 @@ def _add_model(router: APIRouter, site: ServedIndex) -> None:
                 text=served.text,
                 index=searcher.manifest,
                 fields=searcher.fields,
-                report=served.report is not None and served.report.exists(),
+                report=has_report,
+                llm=llm,
                 limits=site.limits,
                 trouble=site.current.trouble,
             )

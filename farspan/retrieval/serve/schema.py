@@ -8,6 +8,7 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from farspan.retrieval.cited_answer import CitedAnswer
 from farspan.retrieval.search import Answer, Result
 from farspan.retrieval.serve import forms
 from farspan.retrieval.serve.refusals import OpenAITrouble, Trouble
@@ -15,6 +16,8 @@ from farspan.retrieval.serve.refusals import OpenAITrouble, Trouble
 STRUCTS = (
     Answer,
     forms.Search,
+    forms.Ask,
+    CitedAnswer,
     forms.Similar,
     forms.Map,
     forms.About,
@@ -35,6 +38,7 @@ ERRORS = {
     413: "the body is too large",
     422: "not as it should be",
     431: "the head is too large",
+    502: "the language model does not answer",
     503: "all busy: again after Retry-After",
     504: "too slow",
 }

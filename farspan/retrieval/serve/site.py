@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from farspan.domain.problems import Refusal
 from farspan.domain.struct_files import parse_json
+from farspan.retrieval.llm_endpoint import Endpoint
 from farspan.retrieval.serve import forms
 from farspan.retrieval.serve.guard import DRAINED_BODIES
 from farspan.retrieval.serve.index_swap import Current
@@ -38,6 +39,8 @@ class Served:
     report: Path | None
     model: forms.ModelAbout | None = None
     text: forms.TextAbout | None = None
+    #: The language model that answers questions; None where the user named none.
+    llm: Endpoint | None = None
 
 
 class ServedIndex:
@@ -49,12 +52,16 @@ class ServedIndex:
         self.served = served
         self.limits = limits
         self.current = Current(open_searcher, look_s=limits.look_s, retry_s=limits.retry_s)
-        #: Two sets of threads, so that a search does not wait for a text that is written.
+        #: Sets of threads, so that a search does not wait for a text that is written.
         self.searching = WorkThreads(
             threads=limits.searching, waiting=limits.searching_waiting, limit_s=limits.search_s
         )
         self.writing = WorkThreads(
             threads=limits.writing, waiting=limits.writing_waiting, limit_s=limits.write_s
+        )
+        # An endpoint's own limit ends its work a little earlier, with its own refusal.
+        self.asking = WorkThreads(
+            threads=limits.asking, waiting=limits.asking_waiting, limit_s=2 * limits.ask_s
         )
 
     async def ask(self, work: Callable[[Searcher], T], threads: WorkThreads | None = None) -> T:
