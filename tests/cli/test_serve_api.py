@@ -63,6 +63,12 @@ def test_server_answers_like_the_search_command_and_loads_a_new_index(
     )
     assert sum(value**2 for value in vectors["data"][1]["embedding"]) == pytest.approx(1, abs=1e-4)
     assert client.post("/api/generate", json={"prompt": "time", "tokens": 3}).status_code == 200
+    prompted = {"model": "docs", "prompt": "time", "max_tokens": 9, "seed": 3, "top_p": 0.9}
+    written = client.post("/v1/completions", json=prompted).json()
+    streamed = client.post("/v1/completions", json={**prompted, "stream": True}).text
+    events = [json.loads(line[6:]) for line in streamed.split("\n\n")[:-2]]
+    text = "".join(event["choices"][0]["text"] for event in events)
+    assert text == written["choices"][0]["text"] and written["usage"]["completion_tokens"] > 0
     places = client.get("/api/map").json()["xy"]
     assert (
         len(places) == about["index"]["chunks"]

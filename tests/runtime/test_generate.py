@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from farspan.corpus import tokenizer as tokenizers
 from farspan.runtime.model.decoder import Decoder, initial_parameters
-from farspan.runtime.model.generate import _sample_top_k, generate
+from farspan.runtime.model.generate import _sample_top, generate
 from farspan.runtime.model.kv_cache import KVCache
 from tests import tiny
 
@@ -72,7 +72,19 @@ def test_tokens_are_those_of_windows_computed_whole(spec, temperature, top_k):
             with torch.no_grad():
                 state_D = model.hidden_states(torch.tensor([ids[-spec.context :]]))[0, -1]
                 logits_V = (model.head_VD @ state_D)[: tokenizer.vocab_size]
-            ids.append(_sample_top_k(logits_V, temperature, top_k, random))
+            ids.append(_sample_top(logits_V, temperature, top_k, 1.0, random))
         assert text == tokenizer.decode(
             [token for token in ids[first:] if token != tokenizer.end_of_text]
         )
+
+
+def test_top_p_takes_the_fewest_tokens_that_come_to_it():
+    logits_V = torch.log(torch.tensor([0.1, 0.4, 0.3, 0.2]))
+    random = torch.Generator().manual_seed(0)
+
+    def sampled(top_p: float) -> set[int]:
+        return {_sample_top(logits_V, 1.0, 0, top_p, random) for _ in range(300)}
+
+    assert sampled(0.01) == {1} and sampled(0.4) == {1}
+    assert sampled(0.5) == {1, 2} and sampled(0.71) == {1, 2, 3}
+    assert sampled(1.0) == {0, 1, 2, 3}

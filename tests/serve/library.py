@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -26,7 +26,7 @@ from farspan.retrieval.index import (
 )
 from farspan.retrieval.passages import IndexedDocument
 from farspan.retrieval.search import Answer, Result
-from farspan.retrieval.serve.searcher import Kind
+from farspan.retrieval.serve.searcher import Kind, WrittenPiece
 from tests.waiting import wait_for
 
 DIM = 32
@@ -254,6 +254,33 @@ class ListSearcher:
                 break
             written.append(f"word{(number + seed) % 7}")
         return " " + " ".join(written)
+
+    def write(
+        self,
+        prompt: str,
+        tokens: int,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        seed: int,
+        enough: Callable[[], bool] = lambda: False,
+    ) -> Iterator[WrittenPiece]:
+        """`tokens` words; a prompt with `ends` is ended after three of them."""
+        self._hold(prompt, enough)
+        if prompt == "fault":
+            raise ZeroDivisionError("/etc/secret")
+        written = 0
+        last = 3 if "ends" in prompt else tokens
+        for number in range(min(tokens, last)):
+            if enough():
+                break
+            written += 1
+            yield WrittenPiece(f" word{number % 7}", len(words(prompt)), written)
+            if prompt == "breaks" and number == 1:
+                raise ZeroDivisionError("/etc/secret")
+            if prompt.startswith("slow"):
+                self._hold(f"hold {prompt.replace(' ', '_')}", enough)
+        yield WrittenPiece("", len(words(prompt)), written, written < tokens and not enough())
 
     def _hold(self, text: str, enough: Callable[[], bool]) -> None:
         if found := re.match(r"hold (\w+)", text):

@@ -303,9 +303,11 @@ def test_the_schema_is_valid_and_true_of_the_answers(server):
         "/api/map": "/api/map",
         "/api/about": "/api/about",
         "/v1/models": "/v1/models",
+        "/v1/models/{model}": "/v1/models/papers",
         "/healthz": "/healthz",
     }
-    by_post = {"/api/ask", "/api/generate", "/v1/embeddings"}
+    by_post = {"/api/ask", "/api/generate", "/v1/chat/completions", "/v1/completions"}
+    by_post.add("/v1/embeddings")
     assert {*asked} | by_post == {*schema["paths"]}
     for path, address in asked.items():
         _check(schema["paths"][path]["get"], server.get(address), registry)
@@ -319,6 +321,12 @@ def test_the_schema_is_valid_and_true_of_the_answers(server):
         server.post("/api/search", {"q": "river"}),
         registry,
     )
+    prompted = {"model": "papers", "prompt": "a"}
+    completed = server.post("/v1/completions", prompted)
+    _check(schema["paths"]["/v1/completions"]["post"], completed, registry)
+    messages = [{"role": "user", "content": "a"}]
+    chatted = server.post("/v1/chat/completions", {"model": "papers", "messages": messages})
+    _check(schema["paths"]["/v1/chat/completions"]["post"], chatted, registry)
     form = {"model": "papers", "input": "a"}
     _check(schema["paths"]["/v1/embeddings"]["post"], server.post("/v1/embeddings", form), registry)
     _check(schema["paths"]["/api/search"]["get"], server.get("/api/search?q="), registry)

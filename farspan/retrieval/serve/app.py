@@ -13,6 +13,7 @@ from farspan._version import __version__
 from farspan.retrieval.serve.access import TokenMissing, locked_page, token_check
 from farspan.retrieval.serve.guard import Entrance, Guard
 from farspan.retrieval.serve.openai import openai_routes
+from farspan.retrieval.serve.openai_text import text_routes
 from farspan.retrieval.serve.page import read_files
 from farspan.retrieval.serve.refusals import handle_errors, json_response
 from farspan.retrieval.serve.routes import api_routes, page_routes, static_routes
@@ -64,6 +65,7 @@ def create_app(
     app.include_router(page_routes(site, files, entrance, check_token))
     app.include_router(api_routes(site), dependencies=token_needed)
     app.include_router(openai_routes(site), dependencies=token_needed)
+    app.include_router(text_routes(site), dependencies=token_needed)
     app.router.routes.extend(mcp_routes)
 
     @app.get("/openapi.json", include_in_schema=False, dependencies=token_needed)

@@ -8,10 +8,10 @@ import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal
 from farspan.retrieval.serve import forms
-from farspan.retrieval.serve.refusals import HttpRefusal, json_response
+from farspan.retrieval.serve.openai_text import check_model
+from farspan.retrieval.serve.refusals import json_response
 from farspan.retrieval.serve.schema import answers, takes
 from farspan.retrieval.serve.searcher import Kind, Searcher
 from farspan.retrieval.serve.site import ServedIndex, refuse_above
@@ -23,6 +23,7 @@ QUERY = "query: "
 
 def openai_routes(site: ServedIndex) -> APIRouter:
     router = APIRouter(prefix="/v1")
+    entry = forms.ModelEntry(id=site.served.name, created=site.served.created)
 
     @router.get(
         "/models",
@@ -31,8 +32,19 @@ def openai_routes(site: ServedIndex) -> APIRouter:
         summary="The run's model",
     )
     async def models() -> Response:
-        entry = forms.ModelEntry(id=site.served.name, created=site.served.created)
-        return json_response(forms.Models(data=[entry]))
+        # Where only an index is open there is no model.
+        entries = [entry] if site.served.model is not None else []
+        return json_response(forms.Models(data=entries))
+
+    @router.get(
+        "/models/{model}",
+        response_class=Response,
+        responses={200: answers(forms.ModelEntry)},
+        summary="The run's model by its name",
+    )
+    async def one_model(model: str) -> Response:
+        check_model(site, model, "GET /v1/models")
+        return json_response(entry)
 
     @router.post(
         "/embeddings",
@@ -45,15 +57,7 @@ def openai_routes(site: ServedIndex) -> APIRouter:
         form = await site.parse_body(request, forms.Embed)
         texts = read_texts(form)
         refuse_above(len(texts), site.limits.batch, "texts", f"{_PLACE}, key input")
-        if form.model != site.served.name:
-            raise HttpRefusal(
-                404,
-                "usage",
-                what=f"there is no model {form.model[:80]!r}",
-                where=f"{_PLACE}, key model",
-                fact=f"the model of this server is {site.served.name}",
-                remedy=f"set model to {shell_word(site.served.name)}",
-            )
+        check_model(site, form.model, _PLACE)
         return json_response(
             await site.ask(lambda searcher: embed_texts(searcher, form, texts), site.writing)
         )

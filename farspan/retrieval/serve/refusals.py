@@ -97,10 +97,15 @@ def problem_response(
     """Return a problem as JSON; under /v1 with what OpenAI's clients look for in addition."""
     if not path.startswith("/v1/"):
         return json_response(Trouble(problem), status, headers)
+    return json_response(openai_error(problem, status), status, headers)
+
+
+def openai_error(problem: Problem, status: int) -> OpenAITrouble:
+    """Return a problem as OpenAI's clients read it."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     message = f"{problem.what} ({problem.where}): {problem.fact}; {problem.remedy}"
     error = OpenAIError(message=message, type=kind, code=problem.code)
-    return json_response(OpenAITrouble(error, problem), status, headers)
+    return OpenAITrouble(error, problem)
 
 
 def handle_errors(

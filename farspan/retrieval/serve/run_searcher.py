@@ -3,7 +3,7 @@ is needed first: words alone are searched without PyTorch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +16,7 @@ from farspan.retrieval.hybrid_ranking import System
 from farspan.retrieval.index import INDEX_MANIFEST, Index, IndexManifest
 from farspan.retrieval.names import query_form
 from farspan.retrieval.search import Answer, Result, passage, search, similar
-from farspan.retrieval.serve.searcher import POINTS, Kind
+from farspan.retrieval.serve.searcher import POINTS, Kind, WrittenPiece
 from farspan.retrieval.stores import Vectors
 
 if TYPE_CHECKING:
@@ -128,6 +128,45 @@ class IndexSearcher:
             seed=seed,
             enough=enough,
         )
+
+    def write(
+        self,
+        prompt: str,
+        tokens: int,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        seed: int,
+        enough: Callable[[], bool] = lambda: False,
+    ) -> Iterator[WrittenPiece]:
+        from farspan.runtime.model.generate import sample_tokens
+
+        trained = self._trained()
+        tokenizer = trained.tokenizer
+        prompt_ids = [tokenizer.end_of_text, *tokenizer.encode(prompt)]
+        sampled = sample_tokens(
+            trained.model,
+            tokenizer,
+            prompt_ids,
+            tokens=tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            enough=enough,
+        )
+        ids: list[int] = []
+        shown = ""
+        for token in sampled:
+            ids.append(token)
+            text = tokenizer.decode(ids)
+            # A character may come in several tokens.
+            if not text.endswith("\ufffd"):
+                yield WrittenPiece(text[len(shown) :], len(prompt_ids), len(ids))
+                shown = text
+        text = tokenizer.decode(ids)
+        ended = len(ids) < tokens and not enough()
+        yield WrittenPiece(text[len(shown) :], len(prompt_ids), len(ids), ended)
 
     def _trained(self) -> Trained:
         if self._load_model is None:

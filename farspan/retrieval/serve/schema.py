@@ -10,7 +10,7 @@ from fastapi.openapi.utils import get_openapi
 
 from farspan.retrieval.cited_answer import CitedAnswer
 from farspan.retrieval.search import Answer, Result
-from farspan.retrieval.serve import forms
+from farspan.retrieval.serve import forms, openai_forms
 from farspan.retrieval.serve.refusals import OpenAITrouble, Trouble
 
 STRUCTS = (
@@ -26,6 +26,11 @@ STRUCTS = (
     forms.Embed,
     forms.Embeddings,
     forms.Models,
+    openai_forms.Complete,
+    openai_forms.Completion,
+    openai_forms.Chat,
+    openai_forms.ChatCompletion,
+    forms.ModelEntry,
     forms.Healthy,
     Trouble,
     OpenAITrouble,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,11 +20,21 @@ Kind = Literal["query", "document"]
 POINTS = 5_000
 
 
+class WrittenPiece(NamedTuple):
+    """A part of a text that is written: what it adds, the tokens of the prompt and those written so
+    far, and whether the model has ended the text."""
+
+    text: str
+    prompt_tokens: int
+    tokens: int
+    ended: bool = False
+
+
 class Searcher(Protocol):
     """An index that is open, and its model. Several threads may ask at once.
 
     `search`, `similar`, `passage`, `surround` and `documents` raise Refusal (usage) for a field or
-    an id that there is not; `embed` and `generate` (no-model) where there is only an index.
+    an id that there is not; `embed`, `generate` and `write` (no-model) where only an index is open.
     """
 
     @property
@@ -74,6 +84,19 @@ class Searcher(Protocol):
         enough: Callable[[], bool] = lambda: False,
     ) -> str:
         """Generate text after the prompt; stop early once it is `enough`."""
+
+    def write(
+        self,
+        prompt: str,
+        tokens: int,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        seed: int,
+        enough: Callable[[], bool] = lambda: False,
+    ) -> Iterator[WrittenPiece]:
+        """Yield the text after a prompt as it is written, in pieces; stop early once it is
+        `enough`."""
 
     def stamp(self) -> object:
         """Another value once a new index has taken this one's place on disk."""
