@@ -134,7 +134,9 @@ def _limit(pid: int) -> None:
         return
     # It may have ended already.
     with contextlib.suppress(OSError, ValueError):
-        resource.prlimit(pid, resource.RLIMIT_CPU, (CONVERTER_CPU_S, CONVERTER_CPU_S))
+        # At the first limit it ends by a signal of its own, at the second it is killed.
+        limits = (CONVERTER_CPU_S, 2 * CONVERTER_CPU_S)
+        resource.prlimit(pid, resource.RLIMIT_CPU, limits)
         resource.prlimit(pid, resource.RLIMIT_DATA, (_DATA_BYTES, _DATA_BYTES))
 
 

@@ -1,23 +1,28 @@
-"""BM25 over documents that are given as words (`retrieval/words.py`)."""
+"""BM25 over documents that are given as words (`retrieval/words.py`).
+
+bm25s computes it, once, when an index is made. Searches add up what it wrote: they need not wait for
+the library, which imports SciPy where that is installed.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-with warnings.catch_warnings():
-    # In a notebook that lacks its widgets tqdm, which bm25s imports, complains.
-    warnings.simplefilter("ignore")
-    import bm25s
+from farspan.domain.own_files import open_own
 
 #: What BM25 is where nothing was chosen [fitted: within .01 of the best on three corpora of
 #: documentation, by questions that people asked].
 K1 = 2.0
 B = 0.9
+_ARRAYS = ("starts", "documents", "scores")
+_WORDS = "words.json"
 
 
 class Numbered:
@@ -36,52 +41,88 @@ class Numbered:
 
 
 class BM25Index:
-    """BM25 over documents numbered from 0 (bm25s, Lucene's variant)."""
+    """BM25 over documents numbered from 0 (bm25s, Lucene's variant).
 
-    def __init__(self, index: bm25s.BM25) -> None:
-        self._index = index
+    Word number w scores `scores[i]` in document `documents[i]`, for i from `starts[w]` to
+    `starts[w + 1]`.
+    """
+
+    def __init__(
+        self,
+        words: Mapping[str, int],
+        starts: npt.NDArray[Any],
+        documents: npt.NDArray[Any],
+        scores: npt.NDArray[Any],
+        count: int,
+    ) -> None:
+        self._words = words
+        self._starts = starts
+        self._documents = documents
+        self._scores = scores
+        #: Number of documents.
+        self.count = count
 
     @classmethod
     def build(
         cls, documents: Iterable[Sequence[str]] | Numbered, k1: float = K1, b: float = B
     ) -> BM25Index:
         """Build it from the words of each document."""
+        with warnings.catch_warnings():
+            # In a notebook that lacks its widgets tqdm, which bm25s imports, complains.
+            warnings.simplefilter("ignore")
+            import bm25s
+
         numbered = documents if isinstance(documents, Numbered) else Numbered(documents)
         index = bm25s.BM25(k1=k1, b=b)
-        index.index((numbered.ids, numbered.vocabulary), show_progress=False)
-        return cls(index)
+        # It adds a word to what it is given.
+        index.index((numbered.ids, dict(numbered.vocabulary)), show_progress=False)
+        scores = index.scores
+        return cls(
+            numbered.vocabulary,
+            scores["indptr"],
+            scores["indices"],
+            scores["data"],
+            len(numbered.ids),
+        )
 
     @classmethod
     def load(cls, folder: Path) -> BM25Index:
         """Load what `save` wrote, memory-mapped. Raises whatever damaged files lead to, and
         ValueError."""
-        index = bm25s.BM25.load(folder, mmap=True, show_progress=False)
-        starts = index.scores["indptr"]
-        texts = index.scores["indices"]
-        count = int(index.scores["num_docs"])
+        starts, documents, scores = (
+            np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS
+        )
+        words, count = msgspec.json.decode(
+            (folder / _WORDS).read_bytes(), type=tuple[dict[str, int], int]
+        )
         ordered = (
             len(starts) > 0
             and starts[0] == 0
-            and starts[-1] == len(texts) == len(index.scores["data"])
+            and starts[-1] == len(documents) == len(scores)
+            and bool((np.diff(starts) >= 0).all())
         )
-        if (
-            not ordered
-            or (np.diff(starts) < 0).any()
-            or (len(texts) and not 0 <= texts.min() <= texts.max() < count)
-        ):
+        if not ordered or (len(documents) and not 0 <= documents.min() <= documents.max() < count):
             raise ValueError("the places of words are out of order")
-        if max(index.vocab_dict.values(), default=0) >= len(starts):
+        if max(words.values(), default=0) + 1 >= len(starts):
             raise ValueError("there are more words than places of words")
-        return cls(index)
+        return cls(words, starts, documents, scores, count)
 
     def save(self, folder: Path) -> None:
-        self._index.save(folder, show_progress=False)
-
-    @property
-    def count(self) -> int:
-        """Number of documents."""
-        return int(self._index.scores["num_docs"])
+        folder.mkdir(parents=True, exist_ok=True)
+        arrays = (self._starts, self._documents, self._scores)
+        for name, array in zip(_ARRAYS, arrays, strict=True):
+            with open_own(folder / f"{name}.npy", "wb") as file:
+                np.save(file, array)
+        with open_own(folder / _WORDS, "wb") as file:
+            file.write(msgspec.json.encode((self._words, self.count)))
 
     def bm25_scores(self, words: Sequence[str]) -> npt.NDArray[np.float32]:
         """BM25 of every document for the words of a query: 0 where none is shared."""
-        return self._index.get_scores_from_ids(self._index.get_tokens_ids(list(words)))
+        scores_N = np.zeros(self.count, np.float32)
+        for word in words:
+            number = self._words.get(word)
+            if number is not None:
+                here = slice(self._starts[number], self._starts[number + 1])
+                # A document stands at a word once.
+                scores_N[self._documents[here]] += self._scores[here]
+        return scores_N

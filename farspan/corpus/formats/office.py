@@ -1,5 +1,5 @@
-"""Documents that pandoc converts: Word, PowerPoint, Excel, OpenDocument, EPUB, RTF, LaTeX and XML
-of journals."""
+"""Documents that pandoc converts: Word, PowerPoint, OpenDocument, EPUB, RTF, LaTeX and XML of
+journals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ _BINARY = {
     ".docx": "docx",
     ".docm": "docx",
     ".pptx": "pptx",
-    ".xlsx": "xlsx",
     ".odt": "odt",
     ".epub": "epub",
 }
