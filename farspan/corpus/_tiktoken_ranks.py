@@ -13,7 +13,7 @@ the merge list: BPE of T would stop there with two tokens, not one. So the two p
 same pair at every step. The whole-piece look-up that tiktoken does first returns T for T's bytes,
 as BPE does.
 
-Around the BPE the same pieces must be cut: GPT-2's expression, no normalizer, no added token that
+Around the BPE the same pieces must be cut: a known expression, no normalizer, no added token that
 is matched in text (special ones are switched off). The two regex engines sort all Unicode code
 points alike: tests walk all of them.
 """
@@ -30,8 +30,15 @@ if TYPE_CHECKING:
     import tiktoken
     import tokenizers
 
-#: GPT-2's pre-tokenization, as in tokenizers' ByteLevel.
-PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+#: How text is cut into pieces that no token crosses: by GPT-2's expression, as in tokenizers'
+#: ByteLevel.
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+#: Qwen 3.5's, in the spelling of llama.cpp (src/llama-vocab.cpp), whose name for it is "qwen35".
+#: Combining marks stay with letters: GPT-2's cuts before each vowel sign of Hindi and Thai.
+QWEN35_PATTERN = (
+    r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 #: Stands between texts that are encoded in one call; its rank is the last. No cleaned text holds
 #: it.
@@ -56,7 +63,8 @@ def as_tiktoken(
     from tokenizers import Tokenizer, models
 
     content = json.loads(inner.to_str())
-    if not _is_gpt2_bpe(content):
+    pattern = _find_pattern(content["pre_tokenizer"] or {})
+    if pattern is None or not _is_plain_bpe(content):
         return None
     vocab: dict[str, int] = content["model"]["vocab"]
     merges = [tuple(pair) for pair in content["model"]["merges"]]
@@ -77,16 +85,33 @@ def as_tiktoken(
         ranks[bytes(map(byte_of.__getitem__, token))] = rank
     special = {SEPARATOR: len(ranks)}
     fast = tiktoken.Encoding(
-        "farspan", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special
+        "farspan", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
     )
     ids = [vocab[token] for token in tokens]
     return fast, np.array([*ids, end_of_text], np.uint32)
 
 
-def _is_gpt2_bpe(content: dict[str, Any]) -> bool:
-    """Return True for byte-level BPE, split as GPT-2 does, without more that changes the ids."""
+def _find_pattern(splitter: dict[str, Any]) -> str | None:
+    """Return the expression that a byte-level pre-tokenizer cuts by; None for an unknown one."""
+    steps = splitter.get("pretokenizers", [splitter])
+    bytes_step = steps[-1]
+    if bytes_step.get("type") != "ByteLevel" or bytes_step["add_prefix_space"]:
+        return None
+    if len(steps) == 1:
+        return GPT2_PATTERN if bytes_step.get("use_regex", True) else None
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": QWEN35_PATTERN},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    is_qwen35 = steps[:-1] == [split] and not bytes_step.get("use_regex", True)
+    return QWEN35_PATTERN if is_qwen35 else None
+
+
+def _is_plain_bpe(content: dict[str, Any]) -> bool:
+    """Return True for BPE with nothing that changes the ids of pieces."""
     model = content["model"]
-    splitter = content["pre_tokenizer"] or {}
     changes = (
         "dropout",
         "continuing_subword_prefix",
@@ -96,8 +121,6 @@ def _is_gpt2_bpe(content: dict[str, Any]) -> bool:
     )
     if model["type"] != "BPE" or any(map(model.get, changes)):
         return False
-    if content["normalizer"] is not None or splitter.get("type") != "ByteLevel":
-        return False
-    if splitter["add_prefix_space"] or not splitter.get("use_regex", True):
+    if content["normalizer"] is not None:
         return False
     return all(token["special"] for token in content["added_tokens"])

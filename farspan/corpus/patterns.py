@@ -11,6 +11,7 @@ import string
 from collections.abc import Iterator
 from typing import Any
 
+from farspan.corpus._tiktoken_ranks import QWEN35_PATTERN
 from farspan.corpus.processes import (
     ProcessChannel,
     limit_cpu,
@@ -19,7 +20,8 @@ from farspan.corpus.processes import (
     start_beside,
 )
 
-#: The split patterns of GPT-2, of GPT-4 (Llama 3), of Qwen 2 and of GPT-4o.
+#: The split patterns of GPT-2, of GPT-4 (Llama 3), of Qwen 2, of GPT-4o and of Qwen 3.5, with the
+#: spelling of the last that tokenizers trained here have.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
@@ -31,6 +33,9 @@ KNOWN_PATTERNS = {
     rf"{_WORDS}|{_BEFORE}\p{{L}}+|\p{{N}}|{_REST}",
     rf"{_BEFORE}{_UPPER}*{_LOWER}+{_WORDS}?|{_BEFORE}{_UPPER}+{_LOWER}*{_WORDS}?|\p{{N}}{{1,3}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    rf"{_WORDS}|{_BEFORE}[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    QWEN35_PATTERN,
 }
 #: Parts of a tokenizer that may hold expressions.
 _PARTS = ("normalizer", "pre_tokenizer", "decoder")

@@ -174,7 +174,7 @@ def _chosen_of(stems: list[Path], fate: int) -> Iterator[Document]:
 def _corpus_key(source: Source, data: DataConfig, tokenizer: TokenizerConfig) -> str:
     fingerprint = source.fingerprint()
     share = parse_fraction(data.val)
-    digest = _file_digest(tokenizer.use)
+    digest = _file_digest(tokenizer.use) if tokenizer.use else tokenizers.SPLITTING_RULE
     return content_hash(_FORMAT, fingerprint, share, data.dedup, tokenizer, digest)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from farspan.corpus._hub import use_cache_if_unreachable
-from farspan.corpus._tiktoken_ranks import SEPARATOR, as_tiktoken
+from farspan.corpus._tiktoken_ranks import QWEN35_PATTERN, SEPARATOR, as_tiktoken
 from farspan.corpus.patterns import unsafe_pattern
 from farspan.domain.corpus import make_encodable
 from farspan.domain.escapes import shell_word
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     import tokenizers
 
 END_OF_TEXT = "<|endoftext|>"
+#: How text is split before tokens are learned, by llama.cpp's name: what writes a GGUF file calls
+#: it so in `tokenizer.ggml.pre`. Tokenizers of earlier runs split as "gpt-2".
+SPLITTING_RULE = "qwen35"
 #: Bytes of a tokenizer.json and tokens in it: the largest published ones have 35 MB and 262,144.
 MAX_FILE_BYTES = 256 << 20
 MAX_VOCAB_SIZE = 1_000_000
@@ -92,11 +95,14 @@ class Tokenizer:
 
 
 def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE with GPT-2's splitting rule; it has fewer than `vocab_size` tokens
+    """Train a byte-level BPE that splits by SPLITTING_RULE; it has fewer than `vocab_size` tokens
     where the texts run out of pairs."""
-    from tokenizers import models, pre_tokenizers, trainers
+    from tokenizers import Regex, models, pre_tokenizers, trainers
 
     inner = _byte_level(models.BPE())
+    split = pre_tokenizers.Split(Regex(QWEN35_PATTERN), "isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],

@@ -16,11 +16,16 @@ import pytest
 import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Inner
-from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from farspan.corpus import patterns, tokenizer
-from farspan.corpus._tiktoken_ranks import PATTERN, as_tiktoken, byte_characters
+from farspan.corpus._tiktoken_ranks import (
+    GPT2_PATTERN,
+    QWEN35_PATTERN,
+    as_tiktoken,
+    byte_characters,
+)
 from farspan.corpus.patterns import unsafe_pattern
 from farspan.domain.problems import Problem, Refusal
 from tests.waiting import LIMIT_S
@@ -140,7 +145,7 @@ def test_a_token_that_does_not_encode_to_itself_is_refused() -> None:
         bytes(byte_characters()[c] for c in t): r
         for r, t in enumerate([*byte_characters(), *map("".join, merges)])
     }
-    direct = tiktoken.Encoding("x", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
+    direct = tiktoken.Encoding("x", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={})
     assert len(direct.encode_ordinary("abcd")) == 1 != len(inner.encode("abcd").ids)
     assert tokenizer.Tokenizer(inner, 0).engine == "tokenizers"
 
@@ -159,6 +164,23 @@ def test_ids_out_of_merge_order_are_mapped() -> None:
     )
 
 
+def test_marks_stay_with_their_letters() -> None:
+    words = ["कि", "की", "कु", "ที่", "กั้น", "ชี้", "naïve".replace("ï", "i\u0308"), "the"]
+    texts = [" ".join(random.Random(number).choices(words, k=200)) for number in range(40)]
+    trained = tokenizer.train_bpe_tokenizer(texts, 400)
+    assert trained.engine == "tiktoken"
+    assert sum(map(len, trained.encode_batch(texts))) < 1.1 * 200 * 40
+    assert trained.encode_batch(texts) == [by_tokenizers(trained, text) for text in texts]
+
+
+def test_tokenizers_that_split_as_gpt2_encode_as_before(tmp_path: Path) -> None:
+    inner = hand_made([("t", "h"), ("th", "e")])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    loaded = tokenizer.load_tokenizer(tmp_path)
+    assert loaded.engine == "tiktoken"
+    assert loaded.encode("the क्षि, 100") == by_tokenizers(loaded, "the क्षि, 100")
+
+
 def test_tokenizer_with_unsupported_encoding_options_is_not_converted_to_tiktoken() -> None:
     merges = [("a", "b")]
     assert as_tiktoken(hand_made(merges), 0) is not None
@@ -173,22 +195,36 @@ def test_tokenizer_with_unsupported_encoding_options_is_not_converted_to_tiktoke
         assert as_tiktoken(inner, 0) is None
 
 
+def split_as(pattern: str) -> pre_tokenizers.PreTokenizer:
+    """What cuts by an expression, and turns pieces into bytes."""
+    if pattern == GPT2_PATTERN:
+        return pre_tokenizers.ByteLevel(add_prefix_space=False)
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), to_bytes])
+
+
 @pytest.mark.slow
-def test_both_regex_engines_sort_all_code_points_alike() -> None:
-    """The letter, digit and other classes of every code point; a space is what is none of these."""
+@pytest.mark.parametrize("pattern", [GPT2_PATTERN, QWEN35_PATTERN], ids=["gpt2", "qwen35"])
+def test_both_regex_engines_sort_all_code_points_alike(pattern: str) -> None:
+    """The letter, digit, mark and other classes of every code point; a space is what is none of
+    these."""
     byte_of = byte_characters()
     character = {byte: char for char, byte in byte_of.items()}
     probes = "a1!"
     merges = [(probe, character[b]) for probe in probes for b in range(256)]
+    # Qwen 3.5's takes most characters to the letter behind them, but no digit.
+    merges += [(character[b], "a") for b in range(256) if character[b] not in probes]
     vocab = {t: i for i, t in enumerate([*byte_of, *map("".join, merges)])}
     inner = Inner(models.BPE(vocab, merges))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.pre_tokenizer = split_as(pattern)
     ranks = {bytes(byte_of[c] for c in token): rank for token, rank in vocab.items()}
-    direct = tiktoken.Encoding("x", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
+    direct = tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
     points = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000]
     for start in range(0, len(points), 1 << 16):
         texts = [
-            "".join(f"\n{probe}{point}" for probe in probes for point in points[i : i + 256])
+            "".join(
+                f"\n{probe}{point}\n{point}a" for probe in probes for point in points[i : i + 256]
+            )
             for i in range(start, min(start + (1 << 16), len(points)), 256)
         ]
         expected = [
@@ -210,8 +246,10 @@ def test_load_reads_a_file_a_folder_and_gpt2_files(
     (old / "vocab.json").write_text(json.dumps(content["vocab"]))
     merges = "".join(f"{left} {right}\n" for left, right in content["merges"])
     (old / "merges.txt").write_text("#version: 0.2\n" + merges)
+    # These two files are GPT-2's, and so is how they split.
     loaded = tokenizer.load_tokenizer(old)
-    assert loaded.encode(TEXT[:5000]) == expected
+    assert loaded.encode(TEXT[:5000]) == by_tokenizers(loaded, TEXT[:5000])
+    assert loaded.decode(loaded.encode("it's 100")) == "it's 100"
     assert loaded.engine == "tiktoken"
     assert loaded.end_of_text == trained.end_of_text
 
