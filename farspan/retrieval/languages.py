@@ -12,7 +12,7 @@ from farspan.retrieval.scripts import LANGUAGE_OF_SCRIPT, script_of, script_of_l
 #: Characters that are looked at, in parts from beginning, middle and end: a document's language is
 #: known by a few hundred.
 _PARTS = 3
-_PART_CHARS = 300
+_PART_CHARS = 200
 #: Texts of fewer letters are too short.
 _MIN_LETTERS = 12
 #: Japanese has Han characters, too; Chinese has no kana.
