@@ -11,7 +11,7 @@ import pytest
 
 from farspan.corpus.distinct_texts import Copies
 from farspan.domain.corpus import Document, Place
-from farspan.retrieval.index import DRIFT
+from farspan.retrieval.index import DRIFT, OWN_VECTORS
 from farspan.retrieval.queries import Query, body_of, choose_queries
 from farspan.retrieval.relevance_judgements import read_judged
 from farspan.retrieval.search import search
@@ -20,12 +20,14 @@ from tests.retrieval import making
 KEPT = making.DOCUMENTS
 #: Parties that agreements name: one each, in documents that are alike otherwise.
 PARTIES = ["Abernathy", "Galbraith", "Okonkwo", "Lindqvist"]
+#: More than half of a passage, so that the next begins behind it.
+BETWEEN = "The parties agree on this and that. " * 12
 
 
 def near_copy(number: int, party: str) -> Document:
-    """A copy of a document in which one more name stands."""
+    """A copy of a document in which one more name stands, in a passage of its own."""
     of = KEPT[number]
-    text = of.text.replace("More about", f"Signed by {party}. More about")
+    text = of.text.replace("More about", f"{BETWEEN}\n\nSigned by {party}. More about")
     assert text != of.text
     return Document(title=f"copy {party}", text=text, origin=f"copies/{party}.txt", line=1)
 
@@ -72,7 +74,8 @@ def test_near_copies_change_nothing_of_the_fit(folder: Path, tmp_path: Path) -> 
     assert fitted[0] == fitted[1]
     chunks = len(without.passages.rows_N)
     np.testing.assert_array_equal(
-        with_copies.vectors(np.arange(chunks)), without.vectors(np.arange(chunks))
+        with_copies.vectors(np.arange(chunks), OWN_VECTORS),
+        without.vectors(np.arange(chunks), OWN_VECTORS),
     )
     manifest = with_copies.manifest
     assert (manifest.documents, manifest.near_copies, manifest.exact_copies) == (204, 4, 2)

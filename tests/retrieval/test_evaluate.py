@@ -1,22 +1,26 @@
-"""Queries are chosen honestly, and the four systems are measured as a plain loop would."""
+"""Queries are chosen honestly, and words, vectors and mixes are measured as a plain loop would."""
 
 import math
+from collections.abc import Sequence
+from pathlib import Path
 
+import msgspec
 import numpy as np
+import pytest
 
 from farspan.domain.corpus import Document
 from farspan.retrieval.bm25 import BM25Index
-from farspan.retrieval.evaluate import (
-    FUSION_WEIGHTS,
-    ModelVectors,
-    choose_settings,
-    evaluate,
-    format_evaluation,
-)
-from farspan.retrieval.hybrid_ranking import DEPTH, best_by_document, fuse_hybrid_scores
-from farspan.retrieval.names import query_form
+from farspan.retrieval.choose import Bodies, LexicalChoice
+from farspan.retrieval.chunk import head_length
+from farspan.retrieval.evaluate import SideVectors, evaluate, format_evaluation
+from farspan.retrieval.evaluation_text import mine_evaluation
+from farspan.retrieval.hybrid_ranking import DEPTH, WORDS_ALONE, best_by_document, query_form
+from farspan.retrieval.index import Recipe
+from farspan.retrieval.index_task import Task
+from farspan.retrieval.index_work import IndexWork
 from farspan.retrieval.queries import MIN_BODY_WORDS, Queries, Query, body_of, choose_queries
-from farspan.retrieval.words import Words
+from farspan.retrieval.words import WordRules, Words
+from tests.retrieval.conftest import chunk_documents, make_documents
 
 
 def make(number: int, body: str | None = None) -> Document:
@@ -54,13 +58,9 @@ def test_documents_without_a_body_are_not_asked_for():
         make(2, " word " * MIN_BODY_WORDS),
         make(3),
     ]
-    assert [
-        query.relevant
-        for query in sorted(chosen(documents, train=0).reported, key=lambda q: q.text)
-    ] == [
-        (2,),
-        (3,),
-    ]
+    reported = chosen(documents, train=0).reported
+    assert {query.relevant for query in reported} == {(2,), (3,)}
+    assert sorted(query.relevant for query in reported if query.kind == "title") == [(2,), (3,)]
 
 
 def test_same_titles_and_same_bodies_answer_one_another():
@@ -99,161 +99,228 @@ def test_chunks_give_documents_their_best_and_only_the_nearest_count():
     assert (many > 0).sum() == DEPTH and many[-1] == DEPTH * 3
 
 
-def test_fusion_by_hand():
-    fused = fuse_hybrid_scores(
-        np.array([4, 2, 0], np.float32), np.array([0, 0.5, 0.9], np.float32), 0.5
-    )
-    np.testing.assert_allclose(fused, [1, 0.75, 0.45])
-    np.testing.assert_allclose(
-        fuse_hybrid_scores(np.zeros(2, np.float32), np.array([0.2, 0.4], np.float32), 1.0),
-        [0.2, 0.4],
-    )
+WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
+#: Words as they are written, with the usual k1 and b.
+PLAIN = LexicalChoice(rules=WordRules(stems=False, stop_words=False, languages=("en",)))
 
 
-def test_systems_are_measured_as_a_plain_loop_does():
-    generator = np.random.default_rng(0)
-    words = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
-    bodies = [" ".join(generator.choice(words, 6)) for _ in range(40)]
+def english(texts: Sequence[str]) -> Bodies:
+    return Bodies(texts, ["en"] * len(texts))
+
+
+def random_side(generator: np.random.Generator, chunks: int, asked: int, tuned: int) -> SideVectors:
+    def draw(rows: int) -> np.ndarray:
+        return generator.normal(size=(rows, 8)).astype(np.float32)
+
+    return SideVectors(draw(chunks), draw(asked), draw(tuned))
+
+
+class Loop:
+    """Scores of 40 documents, and what is measured of them, a document at a time."""
+
+    def __init__(self, bodies: list[str], owners: list[int], asked: list[Query]) -> None:
+        self.asked = asked
+        self.owners = owners
+        self.words = Words(PLAIN.rules)
+        listed = [self.words.of_text(body, "en") for body in bodies]
+        self.bm25 = BM25Index.build(listed, PLAIN.k1, PLAIN.b)
+
+    def by_words(self, row: int) -> list[float]:
+        return self.bm25.bm25_scores(self.words.of_query(self.asked[row].text)).tolist()
+
+    def by_vectors(self, side: SideVectors, row: int) -> list[float]:
+        best = [0.0] * 40
+        for chunk, owner in enumerate(self.owners):
+            best[owner] = max(best[owner], float(side.chunks[chunk] @ side.reported[row]))
+        return best
+
+    def fused(self, sides: dict[str, SideVectors], mix: dict[str, float], row: int) -> list[float]:
+        """Each voice's scores over their standard deviation; those of vectors over that of all
+        chunks, from the lowest that was found."""
+        total = [0.0] * 40
+        for voice, weight in mix.items():
+            if voice == "bm25":
+                scores = self.by_words(row)
+                lowest = 0.0
+                deviation = float(np.std(scores))
+            else:
+                side = sides[voice]
+                scores = self.by_vectors(side, row)
+                lowest = min(score for score in scores if score > 0)
+                deviation = float(np.std([vector @ side.reported[row] for vector in side.chunks]))
+            for number, score in enumerate(scores):
+                if score > 0:
+                    total[number] += weight * (score - lowest) / deviation
+        for number in range(40):
+            if any(self.found(sides, voice, row)[number] for voice in mix):
+                total[number] = max(total[number], 1e-6)
+        return total
+
+    def found(self, sides: dict[str, SideVectors], voice: str, row: int) -> list[bool]:
+        scores = self.by_words(row) if voice == "bm25" else self.by_vectors(sides[voice], row)
+        return [score > 0 for score in scores]
+
+    def metrics(self, scores_of) -> dict[str, float]:
+        """Means over the queries; ties go against the right document."""
+        values: dict[str, list[float]] = {"hit_at_1": [], "hit_at_10": [], "ndcg_at_10": []}
+        values |= {"mrr_at_10": [], "recall_at_100": []}
+        for row, query in enumerate(self.asked):
+            scores = scores_of(row)
+            ranking = sorted(range(40), key=lambda n: (-scores[n], n in query.relevant))
+            places = [1 + ranking.index(n) for n in query.relevant]
+            first = min(places)
+            ideal = sum(1 / math.log2(2 + n) for n in range(len(query.relevant)))
+            gain = sum(1 / math.log2(1 + place) for place in places if place <= 10)
+            values["hit_at_1"].append(first <= 1)
+            values["hit_at_10"].append(first <= 10)
+            values["ndcg_at_10"].append(gain / ideal)
+            values["mrr_at_10"].append(1 / first if first <= 10 else 0)
+            values["recall_at_100"].append(np.mean([place <= 100 for place in places]))
+        return {name: float(np.mean(row)) for name, row in values.items()}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_systems_are_measured_as_a_plain_loop_does(seed):
+    generator = np.random.default_rng(seed)
+    bodies = [" ".join(generator.choice(WORDS, 6)) for _ in range(40)]
     owners = [n for n in range(40) for _ in range(1 + n % 2)]
-    draw = lambda rows: generator.normal(size=(rows, 8)).astype(np.float32)  # noqa: E731
-    asked = [Query(" ".join(generator.choice(words, 2)), (n, n + 1)) for n in range(0, 20, 2)]
-    queries = Queries(asked, [Query("alpha beta", (30,)), Query("zeta", (31,))], 4)
-    trained, untrained = (ModelVectors(draw(len(owners)), draw(10), draw(2)) for _ in range(2))
-    result = evaluate(bodies, owners, queries, {"model": trained, "untuned": untrained}, seed=1)
+    asked = [Query(" ".join(generator.choice(WORDS, 2)), (n, n + 1)) for n in range(0, 20, 2)]
+    queries = Queries(asked, [Query("alpha beta", (30,)), Query("zeta", (31,), "own")], 4)
+    sides = {
+        name: random_side(generator, len(owners), 10, 2)
+        for name in ("model", "untuned", "encoder", "table")
+    }
+    result = evaluate(english(bodies), owners, queries, PLAIN, sides, seed=1)
 
-    def metrics(scores_of):
-        hits1 = []
-        hits10 = []
-        gains = []
-        for row, query in enumerate(asked):
-            scores = scores_of(row, query)
-            places = [
-                1 + i
-                for i, n in enumerate(
-                    sorted(range(40), key=lambda n: (-scores[n], n in query.relevant))
-                )
-                if n in query.relevant
-            ]
-            hits1.append(places[0] <= 1)
-            hits10.append(places[0] <= 10)
-            best = 1 + 1 / math.log2(3)
-            gains.append(sum(1 / math.log2(1 + place) for place in places if place <= 10) / best)
-        return np.mean(hits1), np.mean(hits10), np.mean(gains)
-
-    def by_vectors(side):
-        def best(row, document):
-            return max(
-                side.chunks[i] @ side.reported[row]
-                for i, owner in enumerate(owners)
-                if owner == document
-            )
-
-        return lambda row, query: [max(0, best(row, n)) for n in range(40)]
-
-    words = Words()
-    lexical = BM25Index.build(map(words.of_text, bodies), result.k1, result.b)
+    loop = Loop(bodies, owners, asked)
     found = result.kinds["title"]
     expected = {
-        "bm25": metrics(lambda row, query: lexical.bm25_scores(words.of_query(query.text))),
-        "model": metrics(by_vectors(trained)),
-        "untuned": metrics(by_vectors(untrained)),
+        "bm25": loop.metrics(loop.by_words),
+        "fused": loop.metrics(lambda row: loop.fused(sides, result.choice.mix.weights, row)),
     }
-    for system, (hit1, hit10, gain) in expected.items():
-        quality = found.systems[system]
-        np.testing.assert_allclose(
-            [quality.hit_at_1, quality.hit_at_10, quality.ndcg_at_10], [hit1, hit10, gain]
-        )
+    by_table = {**sides, "encoder": sides["table"]}
+    mix = result.table_choice.mix.weights
+    expected["fused by table"] = loop.metrics(lambda row: loop.fused(by_table, mix, row))
+    for name, side in sides.items():
+        expected[name] = loop.metrics(lambda row, side=side: loop.by_vectors(side, row))
+    assert found.systems.keys() == expected.keys()
+    for system, means in expected.items():
+        assert msgspec.structs.asdict(found.systems[system]) == pytest.approx(means), system
+    compared = [(difference.a, difference.b) for difference in found.differences]
+    assert compared == [
+        ("fused", "bm25"),
+        ("fused", "encoder"),
+        ("fused by table", "bm25"),
+        ("model", "bm25"),
+        ("model", "untuned"),
+    ]
     for difference in found.differences:
-        a, b = (
-            getattr(found.systems[name], difference.metric) for name in (difference.a, difference.b)
-        )
+        a = getattr(found.systems[difference.a], difference.metric)
+        b = getattr(found.systems[difference.b], difference.metric)
         assert abs(difference.mean - (a - b)) < 1e-12
         assert difference.interval[0] <= difference.mean <= difference.interval[1]
-    assert (result.val_documents, result.train_documents, found.reported, found.tuning) == (
-        6,
-        4,
-        10,
-        2,
-    )
-    assert "the titles of 6 validation documents and 4 training documents" in format_evaluation(
-        result
-    )
+    counts = (result.val_documents, result.train_documents, found.reported, found.tuning)
+    assert counts == (6, 4, 10, 1)
+    shown = format_evaluation(result, PLAIN)
+    assert "the titles of 6 validation documents and 4 training documents" in shown
+    assert "no stems, with stop words, BM25 with k1 2 and b 0.9" in shown
+
+
+def test_words_alone_are_measured_without_any_vectors():
+    bodies = [f"word{n} and more" for n in range(12)]
+    queries = Queries([Query(f"word{n}", (n,)) for n in range(6)], [Query("word11", (11,))], 0)
+    result = evaluate(english(bodies), [], queries, PLAIN, {}, seed=0)
+    assert result.kinds["title"].systems.keys() == {"bm25"}
+    assert (result.choice.mix, result.default, result.table_choice) == (WORDS_ALONE, "bm25", None)
+    assert result.kinds["title"].differences == ()
+    assert "default: keyword search (BM25)" in format_evaluation(result, PLAIN)
 
 
 def test_a_kind_of_few_queries_has_no_table():
     bodies = [f"word{n} and more" for n in range(12)]
-    side = ModelVectors(
-        np.eye(12, dtype=np.float32),
-        np.eye(12, dtype=np.float32)[:7],
-        np.eye(1, 12, dtype=np.float32),
-    )
+    eye = np.eye(12, dtype=np.float32)
+    side = SideVectors(eye, eye[:7], np.eye(1, 12, dtype=np.float32))
     titles = [Query(f"word{n}", (n,)) for n in range(6)]
     own = [Query("word9", (9,), "own")]
     queries = Queries([*titles, *own], [Query("word11", (11,))], 0)
-    shown = format_evaluation(evaluate(bodies, range(12), queries, {"model": side}, seed=0))
+    result = evaluate(english(bodies), range(12), queries, PLAIN, {"model": side}, seed=0)
+    shown = format_evaluation(result, PLAIN)
     assert "6 title queries" in shown and "1 own query: too few to measure on" in shown
     assert shown.count("nDCG@10  MRR@10") == 1
 
 
-def test_the_fusion_weight_is_the_best_on_tuning_queries_alone():
-    bodies = ["same words", "same words", "same words"]
-    side = ModelVectors(
-        np.eye(3, dtype=np.float32),
-        np.eye(3, dtype=np.float32)[[0]],
-        np.eye(3, dtype=np.float32)[[1]],
-    )
-    queries = Queries([Query("same", (2,))], [Query("same", (1,))], 0)
-    result = evaluate(bodies, range(3), queries, {"model": side}, seed=0)
-    assert result.fusion_weight == 0.05, "every weight finds it: the smallest is taken"
+def test_weights_are_chosen_on_tuning_queries_alone():
+    """Vectors find every tuning query and no reported one: they are chosen, and reported as they
+    are."""
+    bodies = ["same words"] * 60
+    eye = np.eye(60, dtype=np.float32) + 0.1
+    # Words and vectors put document 59 before what was asked for.
+    wrong = np.repeat(eye[[59]], 20, axis=0)
+    side = SideVectors(eye, wrong, eye[20:50])
+    reported = [Query("same", (n,)) for n in range(20)]
+    tuning = [Query("same", (n,)) for n in range(20, 50)]
+    queries = Queries(reported, tuning, 0)
+    result = evaluate(english(bodies), range(60), queries, PLAIN, {"model": side}, seed=0)
+    assert result.choice.mix.model > 0 and result.default == "fused"
+    assert result.choice.interval[0] > 0
     assert result.kinds["title"].systems["fused"].hit_at_1 == 0
+    swapped = Queries(tuning, reported, 0)
+    other = SideVectors(eye, eye[20:50], wrong)
+    result = evaluate(english(bodies), range(60), swapped, PLAIN, {"model": other}, seed=0)
+    assert result.choice.mix == WORDS_ALONE and result.default == "bm25"
+    assert result.kinds["title"].systems["model"].hit_at_1 == 1
 
 
-def chosen_on(kinds: dict[str, tuple[int, float]], seed: int):
-    """Of queries of each kind: how many, and the share of them whose document is the nearest
-    vector. Words tie."""
-    generator = np.random.default_rng(seed)
-    documents = sum(count for count, _ in kinds.values())
-    near = np.concatenate([generator.random(count) < share for count, share in kinds.values()])
-    asked = [
-        Query("same", (n,), kind)
-        for n, kind in enumerate(k for k, (count, _) in kinds.items() for _ in range(count))
-    ]
-    eye = np.eye(documents, dtype=np.float32)
-    places = [n if near[n] else (n + 1) % documents for n in range(documents)]
-    side = ModelVectors(eye, eye[:0], eye[places])
-    # The right document is second by words, behind one that every query finds.
-    bodies = ["same same", *["same other words"] * (documents - 1)]
-    return choose_settings(bodies, range(documents), asked, side, 0)
-
-
-def test_searches_answer_with_words_unless_vectors_find_more_of_every_kind():
-    assert chosen_on({"title": (60, 1.0), "question": (60, 1.0)}, 0).default == "fused"
-    assert chosen_on({"title": (60, 0.0), "question": (60, 0.0)}, 0).default == "bm25"
-    assert (
-        chosen_on({"title": (2, 1.0)}, 0).gain.interval[0]
-        <= chosen_on({"title": (60, 1.0)}, 0).gain.interval[0]
-    )
-    assert (
-        choose_settings(
-            ["a b", "c d"], range(2), [], ModelVectors(*[np.eye(2, dtype=np.float32)] * 3), 0
-        ).default
-        == "bm25"
+def task_of(documents: Sequence[Document], train: int, **changes) -> Task:
+    return Task(
+        path=Path("unused"),
+        documents=documents,
+        train=train,
+        recipe=Recipe(),
+        write_line=lambda line: None,
+        work=IndexWork(),
+        **changes,
     )
 
 
-def test_vectors_that_find_less_than_words_are_not_asked():
-    """Words find every question and no title; vectors every title, and put others before the
-    questions' documents."""
-    bodies = [f"word{n} of its own" for n in range(40)]
-    titles = [Query("nothing known", (n,)) for n in range(20)]
-    questions = [Query(f"word{n}", (n,), "question") for n in range(20, 40)]
-    eye = np.eye(40, dtype=np.float32)
-    side = ModelVectors(eye, eye[:0], np.concatenate([eye[:20], 5 * eye[[0] * 20]]))
-    found = choose_settings(bodies, range(40), [*titles, *questions], side, 0)
-    assert found.gain.interval[0] > 0 or found.default == "bm25"
-    assert found.weight == min(FUSION_WEIGHTS), (
-        "a small weight finds the titles and leaves the questions"
-    )
+def test_what_is_asked_for_competes_by_its_body_and_others_whole():
+    documents = make_documents(60)
+    chunks = chunk_documents(documents, 32)
+    text = mine_evaluation(task_of(documents, 50), chunks)
+    asked = text.queries.relevant
+    assert 0 < len(asked) < 60
+    for number, document in enumerate(documents):
+        whole = f"{document.title}\n{document.text}"
+        assert text.bodies[number] == (body_of(document) if number in asked else whole)
+    for chunk, found in zip(chunks, text.found, strict=True):
+        document = documents[chunk.document]
+        if chunk.document not in asked:
+            assert found == chunk.indexed
+            continue
+        start = max(chunk.start, head_length(document))
+        assert found == document.text[start : chunk.start + len(chunk.text)]
+        assert document.title not in found
+    assert text.candidates == [row for row, found in enumerate(text.found) if found.strip()]
+    assert text.owners(chunks).tolist() == [chunks[row].document for row in text.candidates]
+    changed = [row for row in text.candidates if text.found[row] != chunks[row].indexed]
+    assert text.changed(chunks) == changed
+    assert {chunks[row].document for row in changed} <= asked
+    # Nothing that a query was taken from is fitted to.
+    for row, passage in zip(text.fitted_rows, text.passages, strict=True):
+        document = documents[chunks[row].document]
+        assert passage.strip() and passage in document.text
+        assert passage not in document.text[: head_length(document)]
+    assert text.reported == [query_form(query.text) for query in text.queries.reported]
+    assert text.tuning == [query_form(query.text) for query in text.queries.tuning]
+
+
+def test_documents_of_a_line_each_are_fitted_to_whole():
+    documents = [Document(title=f"t{n}", text=f"line of {n}", origin=f"{n}") for n in range(5)]
+    chunks = chunk_documents(documents, 32)
+    text = mine_evaluation(task_of(documents, 4), chunks)
+    assert text.queries.reported == [] and text.fitted_rows == [0, 1, 2, 3, 4]
+    assert text.passages == text.found == [chunk.indexed for chunk in chunks]
+    assert text.bodies == [f"{document.title}\n{document.text}" for document in documents]
 
 
 def test_questions_and_openings_are_asked_and_left_out_of_what_is_found():

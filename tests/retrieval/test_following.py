@@ -15,6 +15,7 @@ from farspan.retrieval.bm25 import BM25Index
 from farspan.retrieval.embed import Embedder
 from farspan.retrieval.index import DRIFT, OWN_VECTORS, Index
 from farspan.retrieval.search import search
+from farspan.retrieval.words import Words, detect_languages
 from tests.retrieval import making
 
 NEW = Document(
@@ -40,21 +41,28 @@ def check(index: Index, documents: list[Document]) -> None:
     assert {n for n in range(len(documents)) if passages.of_document(n)} == set(
         range(len(documents))
     )
-    assert index.store.ids().tolist() == sorted(passages.rows_N["id"].tolist())
+    assert index.stores[OWN_VECTORS].ids().tolist() == sorted(passages.rows_N["id"].tolist())
     embedder = Embedder.load(
         making.model(5), making.TOKENIZER, index.path / manifest.files / "fitted.safetensors"
     )
     vectors = embedder.passages([chunk.indexed for chunk in passages])
-    stored = index.vectors(np.arange(manifest.chunks))
+    stored = index.vectors(np.arange(manifest.chunks), OWN_VECTORS)
     assert np.einsum("ne,ne->n", vectors, stored).min() > 0.999
     for row in range(0, len(vectors), 17):
-        (best,) = index.store.search(stored[row], 1).scores
+        (best,) = index.stores[OWN_VECTORS].search(stored[row], 1).scores
         assert best == pytest.approx(1, abs=1e-3)
+    rules = Words(manifest.lexical.rules)
     texts = [f"{document.title}\n{document.text}" for document in documents]
-    words = index.words
-    lexical = BM25Index.build(map(words.of_text, texts), manifest.fit.k1, manifest.fit.b)
-    for query in map(words.of_query, ("socket port", "quokka island", "words that are new")):
-        np.testing.assert_allclose(index.lexical.bm25_scores(query), lexical.bm25_scores(query))
+    languages = detect_languages([document.text for document in documents])
+    listed = map(rules.of_text, texts, languages)
+    words = BM25Index.build(listed, manifest.lexical.k1, manifest.lexical.b)
+    for query in ("socket port", "quokka island", "words that are new"):
+        asked = rules.of_query(query)
+        scores = words.bm25_scores(asked)
+        np.testing.assert_allclose(index.lexical.bm25_scores(asked), scores)
+        assert scores.any() or query != "socket port"
+    covariance = np.cov(stored, rowvar=False, bias=True)
+    np.testing.assert_allclose(index.covariances[OWN_VECTORS], covariance, atol=1e-5)
 
 
 @pytest.fixture
@@ -109,7 +117,8 @@ def test_single_changed_document_embeds_only_its_new_chunks(folder: Path):
         folder, evaluate=False, documents=[*documents, *making.DOCUMENTS[1:]], say=lines.append
     )
     assert 0 < work.embedded <= 3
-    assert lines[0].startswith("1 document new or changed, 1 gone: embedding")
+    assert lines[0].startswith("1 document new or changed, 1 gone: ")
+    assert lines[0].endswith(f": {work.embedded} new passages" if work.embedded > 1 else "passage")
 
 
 def test_a_document_that_moved_keeps_its_vectors(folder: Path):
@@ -178,7 +187,11 @@ def test_a_document_that_a_source_gives_twice_is_found_once_each(tmp_path: Path)
     twice = [*making.DOCUMENTS, NEW, NEW]
     _, manifest = making.make(tmp_path / "index", evaluate=False, documents=twice)
     index = making.opened(tmp_path / "index")
-    assert len(index.store.ids()) == manifest.chunks == len({*index.passages.rows_N["id"].tolist()})
+    assert (
+        len(index.stores[OWN_VECTORS].ids())
+        == manifest.chunks
+        == len({*index.passages.rows_N["id"].tolist()})
+    )
     assert [result.title for result in search(index, "quokka", 9, "bm25").results] == [
         "Quokka",
         "Quokka",

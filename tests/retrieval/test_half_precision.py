@@ -16,9 +16,14 @@ from farspan.corpus.tokenizer import train_bpe_tokenizer
 from farspan.planning.size import shape_for
 from farspan.retrieval.chunk import chunk_document
 from farspan.retrieval.embed import Embedder
-from farspan.retrieval.embedder_fit import Task, fit_corpus
+from farspan.retrieval.choose import Bodies, LexicalChoice
+from farspan.retrieval.evaluate import evaluate
+from farspan.retrieval.evaluation_text import mine_evaluation
 from farspan.retrieval.index import Origin, Recipe
+from farspan.retrieval.index_task import Task
 from farspan.retrieval.index_work import IndexWork
+from farspan.retrieval.own_voice import OwnModel
+from farspan.retrieval.words import WordRules
 from farspan.runtime.model.compute_dtype import halve_matrices
 from farspan.runtime.model.decoder import Decoder, initialize_model
 from tests.retrieval.making import DOCUMENTS, TOKENIZER, model
@@ -63,22 +68,27 @@ def test_search_of_a_trained_model_does_not_fall_in_bf16():
     train_model(trained, tokenizer, [document.text for document in documents], steps=300)
     chunks = []
     for number, document in enumerate(documents):
-        chunks += chunk_document(document, number, tokenizer, 64)
+        chunks += chunk_document(document, number, 64)
 
     def mean_ndcg(used: Decoder, system: str) -> float:
+        origin = Origin(model="m", tokenizer="t")
+        voice = OwnModel(model=used, tokenizer=tokenizer, origin=origin)
         task = Task(
             path=Path("unused"),
-            model=used,
-            tokenizer=tokenizer,
+            voices=[voice],
             documents=documents,
             train=720,
-            origin=Origin(model="m", tokenizer="t"),
+            origin=origin,
             recipe=Recipe(),
             write_line=lambda line: None,
             work=IndexWork(),
         )
-        evaluation = fit_corpus(task, chunks)[2]
-        assert evaluation is not None
+        text = mine_evaluation(task, chunks)
+        sides = voice.fit(task, text, chunks, None).sides()
+        bodies = Bodies(text.bodies, ["en"] * len(documents))
+        lexical = LexicalChoice(rules=WordRules(languages=("en",)))
+        owners = text.owners(chunks)
+        evaluation = evaluate(bodies, owners, text.queries, lexical, sides, seed=0)
         kinds = evaluation.kinds.values()
         assert sum(kind.reported for kind in kinds) > 200
         return float(np.mean([kind.systems[system].ndcg_at_10 for kind in kinds]))

@@ -11,6 +11,7 @@ import pytest
 
 from farspan.domain.problems import Refusal
 from farspan.launch.trust import seal_server
+from farspan.retrieval.index import OWN_VECTORS, IndexManifest
 from farspan.retrieval.search import search
 from tests.retrieval import making, servers
 from tests.retrieval.test_following import NEW, check
@@ -37,26 +38,31 @@ def tables(server: str) -> set[str]:
     return {name for (name,) in rows}
 
 
+def table_of(manifest: IndexManifest) -> str:
+    return manifest.sets[OWN_VECTORS].table
+
+
 def test_the_index_follows_its_text_at_a_server(server: str, tmp_path: Path):
     folder = tmp_path / "index"
     _, first = making.make(folder, evaluate=False, store=server)
     index = making.opened(folder)
     check(index, list(making.DOCUMENTS))
-    assert index.embedder is not None
+    assert index.own is not None
     documents = [NEW, *making.DOCUMENTS[5:]]
     work, second = making.make(folder, evaluate=False, documents=documents, store=server)
-    assert first.table == second.table != "" and work.embedded <= 3
+    assert table_of(first) == table_of(second) != "" and work.embedded <= 3
     # Who has the old index open goes on: what is gone is missed, what is new is passed over.
     assert search(index, "socket port", 5, "model").results
     index.close()
     index = making.opened(folder)
     check(index, documents)
-    (vector,) = index.vectors(np.array([0]))
-    assert len(index.store.search(vector, 1, {"title": "Quokka"}).ids) == 1
+    (vector,) = index.vectors(np.array([0]), OWN_VECTORS)
+    assert len(index.stores[OWN_VECTORS].search(vector, 1, {"title": "Quokka"}).ids) == 1
     import psycopg
 
     with psycopg.connect(server.partition(":")[2]) as connection:
-        text = f"SELECT payload ->> 'text' FROM {second.table} WHERE payload ->> 'title' = 'Quokka'"
+        where = "WHERE payload ->> 'title' = 'Quokka'"
+        text = f"SELECT payload ->> 'text' FROM {table_of(second)} {where}"
         assert "quokka" in connection.execute(text).fetchone()[0].lower()
     index.close()
 
@@ -69,7 +75,7 @@ def test_a_new_fit_and_another_store_leave_no_table_behind(server: str, tmp_path
     making.make(folder, evaluate=False, documents=documents, store=server, refit=True)
     assert len(tables(server) - before) == 1
     work, manifest = making.make(folder, evaluate=False, documents=documents)
-    assert work.embedded == 0 and manifest.table == "" and tables(server) == before
+    assert work.embedded == 0 and table_of(manifest) == "" and tables(server) == before
     index = making.opened(folder)
     check(index, documents)
     index.close()
@@ -122,11 +128,11 @@ def test_a_server_that_is_gone_is_left_for_another_store(server: str, tmp_path: 
     seal_server(folder / manifest.files / "seal", server.replace(port, "127.0.0.1:1"))
     lines: list[str] = []
     _, again = making.make(folder, evaluate=False, say=lines.append)
-    assert again.table == "" and "is still there" in lines[-1]
+    assert table_of(again) == "" and "is still there" in lines[-1]
     index = making.opened(folder)
     check(index, list(making.DOCUMENTS))
     index.close()
-    manifest.sets["own"].module.drop(manifest.place(folder))
+    manifest.sets[OWN_VECTORS].module.drop(manifest.place(folder, OWN_VECTORS))
 
 
 def test_table_that_somebody_else_put_there_is_refused(server: str, tmp_path: Path):
@@ -135,12 +141,12 @@ def test_table_that_somebody_else_put_there_is_refused(server: str, tmp_path: Pa
     folder = tmp_path / "index"
     _, manifest = making.make(folder, evaluate=False, store=server)
     with psycopg.connect(server.partition(":")[2]) as connection:
-        connection.execute(f"COMMENT ON TABLE {manifest.table} IS 'ours'")
+        connection.execute(f"COMMENT ON TABLE {table_of(manifest)} IS 'ours'")
     with pytest.raises(Refusal) as refusal:
         making.opened(folder)
     assert refusal.value.problem.code == "store-foreign"
     with psycopg.connect(server.partition(":")[2]) as connection:
-        connection.execute(f"DROP TABLE {manifest.table}")
+        connection.execute(f"DROP TABLE {table_of(manifest)}")
     with pytest.raises(Refusal) as refusal:
         making.opened(folder)
     assert refusal.value.problem.code == "no-index"

@@ -87,9 +87,9 @@ while len(kinds) < 2:
     during += halted.exists()
     index = making.opened(folder)
     count = index.manifest.chunks
-    assert count == len(index.store.ids()), "a mixture"
-    (vector,) = index.vectors(np.array([opened % count]))
-    assert abs(index.store.search(vector, 1).scores[0] - 1) < 1e-3
+    assert count == len(index.stores["own"].ids()), "a mixture"
+    (vector,) = index.vectors(np.array([opened % count]), "own")
+    assert abs(index.stores["own"].search(vector, 1).scores[0] - 1) < 1e-3
     assert index.lexical.bm25_scores(["socket"]).any()
     kinds.add(index.manifest.files)
     index.close()

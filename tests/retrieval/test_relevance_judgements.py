@@ -127,6 +127,7 @@ def test_a_small_corpus_keeps_half_of_its_training_documents_to_be_fitted_to(ask
     queries = choose_queries(documents, [body_of(document) for document in documents], 76, 0)
     assert {query.kind for query in queries.tuning} == {
         "title",
+        "asked",
         "opening",
         *(["question"] if asking else []),
     }

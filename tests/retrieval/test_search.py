@@ -1,6 +1,8 @@
 """An index is built once, whole or not at all, refused where it does not belong, and answers as it
 says."""
 
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
@@ -9,11 +11,14 @@ from farspan.domain.corpus import Document
 from farspan.domain.problems import Refusal
 from farspan.domain.struct_files import save
 from farspan.retrieval.build import build
+from farspan.retrieval.choose import MixChoice
 from farspan.retrieval.chunk import Chunk
-from farspan.retrieval.embedder_fit import Task
-from farspan.retrieval.evaluate import Evaluation, exact_search
-from farspan.retrieval.hybrid_ranking import query_form
+from farspan.retrieval.evaluate import Evaluation
+from farspan.retrieval.hybrid_ranking import DEPTH, Mix, query_form
 from farspan.retrieval.index import (
+    ENCODER_VECTORS,
+    OWN_VECTORS,
+    EncoderIdentity,
     Index,
     IndexManifest,
     Origin,
@@ -21,28 +26,31 @@ from farspan.retrieval.index import (
     VectorSet,
     read_manifest,
 )
+from farspan.retrieval.index_task import Task
 from farspan.retrieval.index_work import IndexWork
+from farspan.retrieval.own_voice import OwnModel
 from farspan.retrieval.search import (
-    SNIPPET_CHARS,
     chance_cosine,
-    marks,
+    passage,
     passage_vectors,
     search,
-    snippet,
+    similar,
 )
 from tests.retrieval.making import opened
 
 ORIGIN = Origin(model="m1", tokenizer="t1")
 TRAIN = 50
+MIXED = MixChoice(mix=Mix(bm25=0.7, model=0.3), gain=0.1, interval=(0.05, 0.15))
+WORDS = MixChoice()
 
 
 def make(path, model, tokenizer, documents, **changes) -> tuple[IndexManifest, list[str]]:
     said: list[str] = []
     options = {"train": TRAIN, "origin": ORIGIN, "recipe": Recipe()} | changes
+    voice = OwnModel(model=model, tokenizer=tokenizer, origin=options["origin"])
     task = Task(
         path=path,
-        model=model,
-        tokenizer=tokenizer,
+        voices=[voice],
         documents=documents,
         write_line=said.append,
         work=IndexWork(),
@@ -69,17 +77,12 @@ def every_chunk(index: Index) -> list[Chunk]:
     return list(index.passages)
 
 
-def with_evaluation(index: Index, **changes) -> None:
-    """Put an evaluation into an open index."""
+def choose(index: Index, choice: MixChoice) -> None:
+    """Put another choice into an open index."""
     evaluation = index.manifest.evaluation
     assert isinstance(evaluation, Evaluation)
-    index.manifest = msgspec.structs.replace(
-        index.manifest, evaluation=msgspec.structs.replace(evaluation, **changes)
-    )
-
-
-def better(index: Index, system: str) -> None:
-    with_evaluation(index, default=system, fusion_weight=0.3)
+    changed = msgspec.structs.replace(evaluation, choice=choice)
+    index.manifest = msgspec.structs.replace(index.manifest, evaluation=changed)
 
 
 def test_index_manifest_records_origin_counts_fit_and_evaluation(
@@ -95,7 +98,8 @@ def test_index_manifest_records_origin_counts_fit_and_evaluation(
         set(kind.systems) == {"bm25", "untuned", "model", "fused"}
         for kind in evaluation.kinds.values()
     )
-    assert (manifest.fit.k1, manifest.fit.b) == (evaluation.k1, evaluation.b)
+    assert manifest.lexical.rules.languages == ("en",)
+    assert (manifest.sets.keys(), manifest.encoder, manifest.best_set) == ({"own"}, None, "own")
     assert msgspec.json.decode((built / "index.json").read_bytes(), type=IndexManifest) == manifest
 
 
@@ -157,54 +161,102 @@ def test_a_missing_index_is_refused(tmp_path):
 
 def test_every_chunk_is_in_the_store_and_found_by_its_own_vector(index):
     chunks = every_chunk(index)
-    assert len(index.store.ids()) == len(chunks) == index.manifest.chunks
-    vectors = index.embedder.passages([chunk.indexed for chunk in chunks])
+    store = index.stores[OWN_VECTORS]
+    assert len(store.ids()) == len(chunks) == index.manifest.chunks
+    vectors = index.own.passages([chunk.indexed for chunk in chunks])
     for chunk, vector in zip(chunks, vectors, strict=True):
         where = {"title": chunk.title, "origin": chunk.origin}
-        ids, scores = index.store.search(vector, 1, where)
+        ids, scores = store.search(vector, 1, where)
         np.testing.assert_allclose(scores, 1, atol=1e-2)
         assert ids.tolist() == [chunk.id]
 
 
-@pytest.mark.parametrize("system", ["bm25", "fused"])
-def test_the_better_system_answers_and_is_named(index, documents, system):
-    better(index, system)
+@pytest.mark.parametrize(("choice", "system"), [(WORDS, "bm25"), (MIXED, "fused")])
+def test_the_chosen_mix_answers_and_is_named(index, choice, system):
+    choose(index, choice)
     answer = search(index, "port of a socket", 7)
-    assert (answer.system, len(answer.results)) == (system, 7)
-    assert "tuning queries" in answer.why and not any(letter.isdigit() for letter in answer.why)
-    assert answer == msgspec.structs.replace(
-        search(index, "port of a socket", 7, system), why=answer.why
-    )
+    assert (answer.system, answer.voices, len(answer.results)) == (system, choice.mix.voices, 7)
+    assert "tuning queries" in answer.why and not answer.by_table
+    asked = search(index, "port of a socket", 7, system)
+    assert asked.why == "asked for" and answer == msgspec.structs.replace(asked, why=answer.why)
     assert answer.results[0].origin.startswith("docs/") and "socket" in answer.results[0].title
-    assert [r.score for r in answer.results] == sorted(
-        (r.score for r in answer.results), reverse=True
-    )
+    scores = [result.score for result in answer.results]
+    assert scores == sorted(scores, reverse=True)
 
 
+def test_the_reason_for_a_mix_is_its_gain_on_tuning_queries(index):
+    choose(index, MIXED)
+    answer = search(index, "port of a socket")
+    assert "+0.100 (95 % interval +0.050 to +0.150)" in answer.why
+    assert answer.ranked_by == "hybrid search (BM25 and the run's vectors)"
+
+
+class Loop:
+    """Scores of documents for a query, a document at a time."""
+
+    def __init__(self, index: Index, query: str) -> None:
+        self.words = index.lexical.bm25_scores(index.words.of_query(query)).tolist()
+        asked = index.own.queries([query_form(query)])[0]
+        chunks = every_chunk(index)
+        vectors = index.own.passages([chunk.indexed for chunk in chunks])
+        cosines = [float(vector @ asked) for vector in vectors]
+        self.nearest = [-1.0] * index.manifest.documents
+        for chunk, cosine in zip(chunks, cosines, strict=True):
+            self.nearest[chunk.document] = max(self.nearest[chunk.document], cosine)
+        self.cosines = [max(cosine, 0.0) for cosine in self.nearest]
+        found = sorted(filter(None, self.cosines), reverse=True)[:DEPTH]
+        self.lowest = found[-1]
+        self.deviations = (float(np.std(self.words)), float(np.std(cosines)))
+
+    def fused(self, weight: float) -> list[float]:
+        """Scores in standard deviations; cosines count from the lowest that was found."""
+        total = []
+        for words, cosine in zip(self.words, self.cosines, strict=True):
+            score = (1 - weight) * words / self.deviations[0]
+            if cosine > 0:
+                score += weight * (cosine - self.lowest) / self.deviations[1]
+            total.append(max(score, 1e-6) if words > 0 or cosine > 0 else 0.0)
+        return total
+
+
+@pytest.mark.parametrize("query", ["socket listen accept", "how is a matrix transposed", "digit"])
 @pytest.mark.parametrize("system", ["bm25", "model", "fused"])
-def test_scores_are_those_of_a_plain_loop(index, documents, system):
-    better(index, "fused")
-    query = "socket.listen accept"
-    lexical = index.lexical.bm25_scores(query)
-    asked = index.embedder.queries([query_form(query)])[0]
-    vectors = index.embedder.passages([chunk.indexed for chunk in every_chunk(index)])
-    cosine = np.zeros(len(documents))
-    for chunk, vector in zip(every_chunk(index), vectors, strict=True):
-        cosine[chunk.document] = max(cosine[chunk.document], vector @ asked)
-    expected = {"bm25": lexical, "model": cosine, "fused": lexical / lexical.max() + 0.3 * cosine}[
-        system
-    ]
-    for result in search(index, query, 10, system).results:
+def test_scores_are_those_of_a_plain_loop(index, documents, system, query):
+    choose(index, MIXED)
+    loop = Loop(index, query)
+    expected = {"bm25": loop.words, "model": loop.cosines, "fused": loop.fused(0.3)}[system]
+    answer = search(index, query, 60, system)
+    assert answer.total == sum(score > 0 for score in expected) == len(answer.results)
+    for result in answer.results:
         number = int(result.origin[5:-4])
         assert result.title == documents[number].title
         assert result.score == pytest.approx(expected[number], abs=2e-2)
+        assert result.word_score == pytest.approx(loop.words[number])
+        if system == "bm25":
+            assert result.vector_score is None
+        else:
+            assert result.vector_score == pytest.approx(loop.nearest[number], abs=1e-3)
 
 
-def test_query_of_unknown_words_is_answered_by_the_model_with_a_note(index):
-    better(index, "bm25")
-    answer = search(index, "zzz qqq")
-    assert answer.system == "model" and answer.unknown_words
-    assert answer.ranked_by == "vector search: no word of the query is in the documents"
+def test_a_filter_changes_no_score(index):
+    """Deviations are those of all documents, whatever a filter leaves."""
+    choose(index, MIXED)
+    every = {r.id: r.word_score for r in search(index, "port of a socket", 60).results}
+    loop = Loop(index, "port of a socket")
+    title = index.documents[0].title
+    (found,) = search(index, "port of a socket", 60, where={"title": title}).results
+    assert found.word_score == every[found.id] == pytest.approx(loop.words[0])
+    # Alone, it is the lowest that vectors have found.
+    assert found.score == pytest.approx(0.7 * loop.words[0] / loop.deviations[0], rel=1e-4)
+
+
+def test_query_of_unknown_words_is_answered_by_vectors_with_a_note(index):
+    for choice in (WORDS, MIXED):
+        choose(index, choice)
+        answer = search(index, "zzz qqq")
+        assert answer.system == "model" and answer.unknown_words
+        assert answer.ranked_by == "vector search: no word of the query is in the documents"
+        assert answer.why == "no word of the query is in the documents"
     assert search(index, "zzz qqq", 5, "bm25").results == ()
 
 
@@ -212,7 +264,7 @@ def test_query_of_unknown_words_finds_only_what_is_nearer_than_chance(index):
     """Vectors that were asked for find the nearest, however far; those that stand in for words
     find what no string without meaning comes near to."""
     for query in ("zzz qqq", "xyzzy plugh", "socketz"):
-        chance = chance_cosine(index, query, passage_vectors(index))
+        chance = chance_of(index, query)
         every = search(index, query, 50, "model").results
         near = search(index, query, 50).results
         assert [result.id for result in near] == [
@@ -220,10 +272,79 @@ def test_query_of_unknown_words_finds_only_what_is_nearer_than_chance(index):
         ]
 
 
+def chance_of(index: Index, query: str) -> float:
+    vectors = passage_vectors(index, OWN_VECTORS)
+    return chance_cosine(index, OWN_VECTORS, index.own, query, vectors)
+
+
 def test_a_strings_meaning_is_measured_the_same_way_each_time(index):
-    assert chance_cosine(index, "zzz qqq", passage_vectors(index)) == chance_cosine(
-        index, "zzz qqq", passage_vectors(index)
+    assert chance_of(index, "zzz qqq") == chance_of(index, "zzz qqq")
+
+
+def test_vectors_that_the_index_lacks_are_refused(index):
+    with pytest.raises(Refusal) as refused:
+        search(index, "socket", system="encoder")
+    problem = refused.value.problem
+    assert (problem.code, problem.remedy) == ("usage", "search without --system")
+    assert "by the encoder" in problem.what and problem.fact == "its sets of vectors: own"
+
+
+def test_the_best_passage_has_most_of_the_querys_words(tmp_path, model, tokenizer, documents):
+    """A document of several passages shows the one that the query is in; vectors decide among
+    equals."""
+    filler = "Nothing to see in this part of the text, which goes on for a while. " * 12
+    text = f"A heading.\n\n{filler}\n\nThe quokka eats leaves.\n\n{filler}\n\nA quokka sleeps."
+    long = Document(title="island", text=text, origin="island.txt")
+    make(tmp_path / "index", model, tokenizer, [*documents, long], recipe=Recipe(evaluate=False))
+    index = opened(tmp_path / "index", model, tokenizer)
+    (first,) = search(index, "what does the quokka eat", 1, "bm25").results
+    assert "quokka eats leaves" in first.passage and "quokka" in first.text
+    (second,) = search(index, "where does a quokka sleep", 1, "bm25").results
+    assert "A quokka sleeps" in second.passage
+    assert [first.passage[a:b] for a, b in first.marks] == ["quokka", "eats"]
+    index.close()
+
+
+def test_similar_passages_are_the_nearest_of_other_documents(index):
+    chunks = every_chunk(index)
+    vectors = index.vectors(np.arange(len(chunks)), OWN_VECTORS)
+    for row in (0, 7, len(chunks) - 1):
+        best: dict[int, float] = {}
+        for chunk, vector in zip(chunks, vectors, strict=True):
+            cosine = float(vector @ vectors[row])
+            if chunk.document != chunks[row].document:
+                best[chunk.document] = max(best.get(chunk.document, -1), cosine)
+        expected = sorted(best.values(), reverse=True)[:4]
+        found = similar(index, f"{chunks[row].id:016x}", 4)
+        assert [result.score for result in found] == pytest.approx(expected, abs=1e-3)
+
+
+def test_similar_without_vectors_goes_by_words(tmp_path, documents):
+    task = Task(
+        path=tmp_path / "index",
+        documents=documents,
+        train=TRAIN,
+        recipe=Recipe(evaluate=False),
+        write_line=lambda line: None,
+        work=IndexWork(),
     )
+    manifest = build(task)
+    assert manifest.sets == {} and manifest.best_set is None
+    index = opened(tmp_path / "index")
+    for row in (0, 7, manifest.chunks - 1):
+        chunk = index.passages.chunk(row)
+        terms = index.words.of_query(chunk.indexed)
+        scores = index.lexical.bm25_scores(terms).tolist()
+        scores[chunk.document] = 0
+        found = similar(index, f"{chunk.id:016x}", 4)
+        expected = sorted(scores, reverse=True)[:4]
+        assert [result.score for result in found] == pytest.approx(expected)
+        topic = chunk.title.partition(".")[0]
+        assert {result.title.partition(".")[0] for result in found} == {topic}
+        assert chunk.title not in {result.title for result in found}
+        assert {result.vector_score for result in found} == {None}
+        assert passage(index, found[0].id).passage == found[0].passage
+    index.close()
 
 
 def test_answer_is_short_as_text_and_has_a_row_for_each_result_in_html(index):
@@ -235,7 +356,7 @@ def test_answer_is_short_as_text_and_has_a_row_for_each_result_in_html(index):
 
 
 def test_the_full_name_of_a_document_finds_it_first(index, documents):
-    better(index, "bm25")
+    choose(index, WORDS)
     for document in documents[::7]:
         assert search(index, document.title, 3).results[0].title == document.title
         assert search(index, document.title.upper(), 3).results[0].title == document.title
@@ -257,60 +378,39 @@ def test_a_title_comes_before_shorter_texts_that_mention_it(tmp_path, model, tok
     index.close()
 
 
-def test_snippets_are_short_and_show_what_was_asked_for():
-    text = "word " * 200 + "the cross_entropy loss " + "tail " * 200
-    cut = snippet(text, "CrossEntropy")
-    assert (
-        len(cut) <= SNIPPET_CHARS + 4
-        and "cross_entropy" in cut
-        and cut.startswith("…")
-        and cut.endswith("…")
-    )
-    assert snippet("a short\n  text", "nothing") == "a short text"
+def test_vectors_stay_closed_for_searches_by_words(built, model, tokenizer):
+    index = Index.open(built, NeverAsked(), remedy="", vectors=False)
+    assert "stores" not in vars(index) and "covariances" not in vars(index)
+    assert search(index, "port of a socket", 3, "bm25").results
+    index.close()
 
 
-def test_stop_words_of_a_texts_language_are_not_marked():
-    english = "It is the port that the server listens on, and the address of the server."
-    german = "Die Adresse ist die des Servers, und der Server wartet an dem Port auf die Anfragen."
-    assert _marked(english, "the port of the server") == ["port", "server", "server"]
-    assert _marked(german, "die Adresse und der Server") == ["Adresse", "Server"]
-    # English `die` is a word of its meaning; a query of nothing else keeps its stop words.
-    assert _marked("The plants die where the water is cold and the sun is low.", "die") == ["die"]
-    assert _marked(english, "the and") == ["the", "the", "and", "the", "the"]
-    assert snippet("the " * 300 + "port is 80 " + "and " * 300, "the port").startswith("… the port")
+class NeverAsked:
+    """Fails where a model is asked for."""
+
+    def own(self, fitted: Path, origin: Origin):
+        raise AssertionError("no model is needed")
+
+    def encoder(self, identity: EncoderIdentity):
+        raise AssertionError("no model is needed")
 
 
-def _marked(text: str, query: str) -> list[str]:
-    return [text[start:stop] for start, stop in marks(text, query)]
-
-
-def test_a_long_word_has_a_snippet():
-    assert snippet("x" * 1000, "y")
-
-
-def test_an_evaluation_finds_the_passages_that_a_search_finds(index):
-    count = index.manifest.chunks
-    compared = exact_search(index.passages.rows_N["document"], index.vectors(np.arange(count)))
-    for query in ("port of a socket", "tensor product"):
-        asked = index.embedder.queries([query_form(query)])[0]
-        rows, scores = passage_vectors(index).nearest(asked, 40)
-        documents, wanted = compared(asked, 40)
-        np.testing.assert_allclose(scores, np.sort(wanted)[::-1], atol=1e-5)
-        assert {*index.passages.rows_N["document"][rows].tolist()} == {*documents.tolist()}
-
-
-def test_an_index_may_have_several_sets_of_vectors(tmp_path, model, tokenizer, documents):
+def test_an_index_has_several_sets_of_vectors(tmp_path, model, tokenizer, documents):
     path = tmp_path / "index"
     manifest, _ = make(path, model, tokenizer, documents)
-    other = VectorSet(encoder="another", dim=4, store="qdrant", table="")
-    two = msgspec.structs.replace(manifest, sets={**manifest.sets, "other": other})
-    store = other.module.create(two.place(path, "other"))
+    other = VectorSet(dim=4, store="qdrant", table="")
+    identity = EncoderIdentity(id="0" * 16, name="other", folder="nowhere")
+    sets = {**manifest.sets, ENCODER_VECTORS: other}
+    two = msgspec.structs.replace(manifest, sets=sets, encoder=identity)
+    store = other.module.create(two.place(path, ENCODER_VECTORS))
     store.add([7], np.eye(4, dtype=np.float32)[:1], [{}])
     store.finish()
     store.close()
+    np.save(path / manifest.files / "covariance-encoder.npy", np.eye(4, dtype=np.float32))
     save(two, path / "index.json")
     index = opened(path, model, tokenizer)
-    assert index.manifest.sets.keys() == index.stores.keys() == {"own", "other"}
-    assert index.stores["other"].ids().tolist() == [7]
-    assert len(index.store.ids()) == manifest.chunks
+    assert index.manifest.sets.keys() == index.stores.keys() == {"own", "encoder"}
+    assert index.manifest.best_set == "encoder"
+    assert index.stores[ENCODER_VECTORS].ids().tolist() == [7]
+    assert len(index.stores[OWN_VECTORS].ids()) == manifest.chunks
     index.close()

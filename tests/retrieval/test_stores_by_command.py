@@ -28,7 +28,7 @@ from farspan.domain.install import install_command
 from farspan.domain.problems import EXIT_CODES, Refusal
 from farspan.domain.run import RunFolder
 from farspan.retrieval import stores
-from farspan.retrieval.index import IndexManifest, passages_of, read_manifest
+from farspan.retrieval.index import OWN_VECTORS, IndexManifest, passages_of, read_manifest
 from tests.cli.conftest import TINY, WORDS
 from tests.examples import slow_but
 from tests.retrieval import servers
@@ -116,7 +116,9 @@ def manifest_of(desk: Path) -> IndexManifest:
 def ids_in_store(desk: Path) -> list[int]:
     manifest = manifest_of(desk)
     index = RunFolder(desk / RUN).index
-    with closing(manifest.sets["own"].module.open(manifest.place(index))) as store:
+    with closing(
+        manifest.sets[OWN_VECTORS].module.open(manifest.place(index, OWN_VECTORS))
+    ) as store:
         return [int(number) for number in store.ids()]
 
 
@@ -223,7 +225,7 @@ def test_store_embeds_follows_and_filters_like_the_default_store(
     first, followed = embed_and_search_twice(desk, "--store", store)
     manifest = manifest_of(desk)
     assert manifest.recipe.store == store
-    assert manifest.place(desk).name, "chroma needs one in a folder too"
+    assert manifest.place(desk, OWN_VECTORS).name, "chroma needs one in a folder too"
     for answers in (first, followed):
         check_filters(answers)
     assert REPLACED in passages_in(first) and REMOVED in passages_in(first)
@@ -243,7 +245,7 @@ def test_embed_refuses_a_chroma_collection_that_names_a_function_and_runs_none(
     desk = shutil.copytree(trained, tmp_path / "desk")
     built = tmp_path / "built"
     run_command(desk, "embed", RUN, "--no-eval", "--store", "chroma")
-    old = manifest_of(desk).place(RunFolder(desk / RUN).index).folder
+    old = manifest_of(desk).place(RunFolder(desk / RUN).index, OWN_VECTORS).folder
     name_function(old / "chroma.sqlite3", FUNCTIONS["vectors"])
     # One more note at the end: the index that follows copies the store and adds to it.
     write_notes(desk, {**first_texts(), 40: f"the {ADDED} of this world"})

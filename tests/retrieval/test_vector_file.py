@@ -16,7 +16,7 @@ import pytest
 
 from farspan.domain.problems import Refusal
 from farspan.retrieval import targets
-from farspan.retrieval.index import IndexFingerprint
+from farspan.retrieval.index import OWN_VECTORS, IndexFingerprint
 from farspan.retrieval.vector_file import Row, rows, write_vectors
 from tests.retrieval import making
 
@@ -110,7 +110,7 @@ def test_rows_are_those_of_the_indexs_files(tmp_path):
     ]
     _, manifest = making.make(folder, evaluate=False, documents=marked)
     index = making.opened(folder)
-    found = list(rows(index))
+    found = list(rows(index, OWN_VECTORS))
     for row, chunk in zip(found, index.passages, strict=True):
         document = marked[chunk.document]
         assert (row.id, row.text) == (chunk.id, chunk.text)
@@ -122,10 +122,10 @@ def test_rows_are_those_of_the_indexs_files(tmp_path):
             "page": chunk.page,
             "headings": "",
         }
-    vectors = index.store.vectors([row.id for row in found])
+    vectors = index.stores[OWN_VECTORS].vectors([row.id for row in found])
     assert np.array_equal(np.stack([row.vector for row in found]), vectors)
     index.close()
-    write_vectors(tmp_path / "out.jsonl", found, manifest.about)
+    write_vectors(tmp_path / "out.jsonl", found, manifest.about(OWN_VECTORS))
 
 
 @pytest.mark.parametrize("name", ["out", "out.csv", "out.npz"])
