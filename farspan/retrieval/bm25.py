@@ -1,7 +1,7 @@
 """BM25 over documents that are given as words (`retrieval/words.py`).
 
-bm25s computes it, once, when an index is made. Searches add up what it wrote: they need not wait for
-the library, which imports SciPy where that is installed.
+bm25s computes it, once, when an index is made. Searches add up what it wrote: they need not wait
+for the library, which imports SciPy where that is installed.
 """
 
 from __future__ import annotations

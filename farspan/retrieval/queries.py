@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from pathlib import PurePath
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -22,6 +23,7 @@ from farspan.retrieval.chunk import Chunk, bare, head_length
 from farspan.retrieval.names import query_form
 from farspan.retrieval.outline import outline
 from farspan.retrieval.word_parts import count_words
+from farspan.retrieval.words import Words
 
 Kind = Literal["title", "asked", "question", "opening", "own"]
 #: Documents whose titles and openings are reported: at least, as far as the corpus has them, and at
@@ -214,6 +216,16 @@ def choose_queries(
     return Queries(reported, tuning, len(filling))
 
 
+def _names_its_text(document: Document, body: str) -> bool:
+    """Return False for a title that nobody would ask for: a file's name with a number, such as
+    `IMG_2041`, of which no word is in the text."""
+    is_numbered = any(map(str.isdigit, document.title))
+    if not is_numbered or document.title != PurePath(document.origin).stem:
+        return True
+    words = Words()
+    return not set(words.of_text(document.title)).isdisjoint(words.of_text(body))
+
+
 class _AnswerGroups:
     """Documents of one title or one body, which answer for each other, with near copies of them."""
 
@@ -251,10 +263,11 @@ class _AnswerGroups:
         queries = []
         for number in numbers:
             relevant = self.answers_to(number)
-            title = self.forms[number]
-            queries.append(Query(title, relevant))
-            question = QUESTION_FORMS[number % len(QUESTION_FORMS)]
-            queries.append(Query(question.format(title.strip()), relevant, "asked"))
+            if _names_its_text(self._documents[number], self._bodies[number]):
+                title = self.forms[number]
+                queries.append(Query(title, relevant))
+                question = QUESTION_FORMS[number % len(QUESTION_FORMS)]
+                queries.append(Query(question.format(title.strip()), relevant, "asked"))
             opening = opening_of(self._documents[number])
             if opening:
                 queries.append(Query(opening, relevant, "opening"))

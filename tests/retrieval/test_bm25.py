@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from farspan.retrieval.bm25 import BM25Index
+from farspan.retrieval.bm25 import K1, B, BM25Index
 
 TEXTS = [
     "torch.nn.CrossEntropyLoss computes the cross entropy",
@@ -43,7 +43,7 @@ def test_scores_are_bm25s_before_and_after_a_save(query, tmp_path):
     built.save(tmp_path / "bm25")
     for index in (built, BM25Index.load(tmp_path / "bm25")):
         np.testing.assert_allclose(
-            index.bm25_scores(query.split()), bm25(query), rtol=1e-5, atol=1e-7
+            index.bm25_scores(query.split()), bm25(query, K1, B), rtol=1e-5, atol=1e-7
         )
 
 

@@ -22,11 +22,11 @@ FILES = (
     "rows.npy",
     "fitted.safetensors",
     "covariance-own.npy",
-    "params.index.json",
-    "vocab.index.json",
-    "indices.csc.index.npy",
-    "indptr.csc.index.npy",
-    "data.csc.index.npy",
+    "words.json",
+    "starts.npy",
+    "documents.npy",
+    "scores.npy",
+    "covariance-own.npy",
 )
 
 
