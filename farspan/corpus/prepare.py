@@ -23,6 +23,7 @@ from farspan.corpus.distinct_texts import CLUSTERS, Text, distinct_texts, read_d
 from farspan.corpus.documents import COPIES, DOCUMENTS, write_array
 from farspan.corpus.entropy import ngram_entropies
 from farspan.corpus.reading import CHUNK_BYTES, UNKNOWN_ENCODING
+from farspan.corpus.rows import lacks_text
 from farspan.corpus.sources import Source, open_source
 from farspan.corpus.split import decide_split
 from farspan.corpus.token_files import is_whole, verify_corpus
@@ -315,14 +316,20 @@ def _nothing_read(source: Source, data: DataConfig) -> Refusal:
     code = "source-unreadable" if is_bad else "no-documents"
     if is_bad and kinds[0].reason == UNKNOWN_ENCODING:
         code = "not-utf8"
+    remedy = "name a folder that holds text files: farspan init FOLDER"
+    if is_bad and kinds[0].reason == lacks_text(data.fields):
+        remedy = (
+            "name the columns that hold the text: "
+            f"{command('prepare', '--set', 'data.fields.text=COLUMN')}"
+        )
+    elif is_bad:
+        remedy = "mend or replace what is named, or name another folder: farspan init FOLDER"
     return Refusal(
         code,
         what="nothing in the source can be read" if is_bad else "the source holds no text",
         where=data.source,
         fact=f"no document has any text; skipped: {'; '.join(map(str, kinds[:3])) or 'nothing'}",
-        remedy="mend or replace what is named, or name another folder: farspan init FOLDER"
-        if is_bad
-        else "name a folder that holds text files: farspan init FOLDER",
+        remedy=remedy,
     )
 
 

@@ -68,7 +68,10 @@ class Skipped(
             detail = f" ({self.detail})" if self.detail else ""
             return f"{self.path}: {self.reason}{detail}"
         several = sorted(self.kinds.items(), key=lambda kind: -kind[1])
-        counts = ", ".join([f"{number} {kind}" for kind, number in several])
+        counts = ", ".join([f"{number} {kind}" for kind, number in several[:KINDS_SHOWN]])
+        rest = several[KINDS_SHOWN:]
+        if rest:
+            counts += f", {sum(number for _, number in rest)} of {len(rest)} other kinds"
         named = f" ({', '.join(self.first)})" if self.first else ""
         return f"{counts}: {self.reason}{named}"
 
@@ -80,6 +83,9 @@ def _describe_ending(path: PurePath) -> str:
 #: Entries that a report names for each reason; a corpus's manifest names more.
 NAMES_SHOWN = 3
 NAMES_KEPT = 20
+#: Kinds of files that a line of a report names, and characters of what is particular to one.
+KINDS_SHOWN = 6
+DETAIL_CHARS = 120
 
 
 def by_kind(skipped: Iterable[Skipped]) -> list[Skipped]:
@@ -94,7 +100,13 @@ def by_kind(skipped: Iterable[Skipped]) -> list[Skipped]:
             first_names += entry.first
         elif entry.path is not None:
             name = PurePath(entry.path).name
-            first_names.append(f"{name}: {entry.detail}" if entry.detail else name)
+            detail = entry.detail
+            if len(detail) > DETAIL_CHARS:
+                detail = f"{detail[:DETAIL_CHARS].rstrip()}..."
+            if detail and first_names and first_names[-1].endswith(f": {detail}"):
+                # What several have in common stands behind the last of them.
+                first_names[-1] = first_names[-1].removesuffix(f": {detail}")
+            first_names.append(f"{name}: {detail}" if detail else name)
         del first_names[NAMES_SHOWN:]
     entries = []
     for key, kinds in counts.items():

@@ -33,6 +33,7 @@ data: docs
 tokenizer: {vocab: 300}
 model: {layers: 1, d_model: 16, heads: 2, context: 32}
 train: {steps: 4, precision: fp32, batch: {global: 2 sequences}, validate_every: 2}
+index: {encoder: own}
 """
 Farspan = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -351,3 +351,14 @@ def test_a_path_named_like_a_source_is_read(
         (tmp_path / name / "a.txt").write_text(f"text in {name}")
         assert [d.text for d in read(name)] == [f"text in {name}"]
         assert [d.text for d in read(f"folder:{name}")] == [f"text in {name}"]
+
+
+def test_a_report_names_some_kinds_and_what_several_have_in_common_once() -> None:
+    log = SkipLog()
+    for kind in "abcdefgh":
+        log.add(Skipped.file(f"d/x.{kind}", "odd"))
+        log.add(Skipped.file(f"d/{kind}.docx", "damaged", "x" * 200 if kind == "c" else "no zip"))
+    assert list(map(str, by_kind(log.entries()))) == [
+        "1 .a, 1 .b, 1 .c, 1 .d, 1 .e, 1 .f, 2 of 2 other kinds: odd (x.a, x.b, x.c)",
+        f"8 .docx: damaged (a.docx, b.docx: no zip, c.docx: {'x' * 120}...)",
+    ]

@@ -165,7 +165,7 @@ def _date_text(value: str) -> str:
 
 
 def _text_of(element: ElementTree.Element) -> str:
-    """Return the text of a string, without what tells how to pronounce it."""
+    """Return the text of a string, without how it is pronounced."""
     pieces = []
     for part in element:
         name = _local_name(part)
