@@ -14,9 +14,9 @@ import torch
 from farspan.corpus.sources.pydocs import PyDocs
 from farspan.corpus.tokenizer import train_bpe_tokenizer
 from farspan.planning.size import shape_for
+from farspan.retrieval.choose import Bodies, LexicalChoice
 from farspan.retrieval.chunk import chunk_document
 from farspan.retrieval.embed import Embedder
-from farspan.retrieval.choose import Bodies, LexicalChoice
 from farspan.retrieval.evaluate import evaluate
 from farspan.retrieval.evaluation_text import mine_evaluation
 from farspan.retrieval.index import Origin, Recipe
