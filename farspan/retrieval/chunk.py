@@ -1,12 +1,13 @@
-"""Cut documents into chunks: overlapping windows of tokens that end at the end of a section,
-paragraph, sentence or word.
+"""Cut documents into chunks: overlapping windows that end at the end of a section, paragraph,
+sentence or word.
 
-Cuts lie before white space (or inside a word too long for half a chunk). Byte-level pre-tokenizers
-of GPT-2's kind start a new token there, so a chunk's tokens are those of the document at its place.
+Their size is in word pieces, which are estimated: one index serves several encoders, and is made
+before any of them is known.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from bisect import bisect_left, bisect_right
@@ -18,19 +19,51 @@ import msgspec
 
 from farspan.domain.corpus import Document
 from farspan.domain.struct_files import to_json
+from farspan.retrieval.names import combining_marks
 from farspan.retrieval.outline import HeadingPaths, outline
+from farspan.retrieval.scripts import unspaced_letters
+from farspan.retrieval.text_cuts import whole_character_behind
 
 _LINE = re.compile(r"[^\n]+")
-_WORD = re.compile(r"\s*\S+|\s+")
 #: Blanks between two lines that a pattern matches: it would scan a long run from each place in it.
 _MAX_BLANKS = 200
-#: Chunks are cut before one of these, best first: the end of a paragraph, of a line or sentence, of
-#: a word.
+#: Chunks are cut before one of these, best first: the end of a paragraph; of a line or sentence,
+#: quotes and brackets that close behind it included; of a word or a clause.
 _BOUNDARIES = (
     re.compile(rf"\s{{0,{_MAX_BLANKS}}}\n\s{{0,{_MAX_BLANKS}}}\n"),
-    re.compile(r"\n|(?<=[.!?:;])\s"),
-    re.compile(r"\s"),
+    re.compile(
+        r"\n|(?<=[.!?:;؟।॥])\s|(?<=[。！？｡．])(?![」』”’）】〉》])|(?<=[。！？][」』”’）】〉》])"
+    ),
+    re.compile(r"\s|(?<=[、，；：])"),
 )
+#: What counts as one word piece [measured on two corpora of documentation]: 128 of these are 115
+#: tokens of a BPE of 8,192 trained on the same text and 122 of all-MiniLM-L6-v2's; 19 of 20 full
+#: chunks have less than 134 of either.
+_ASCII_PIECE = re.compile(r"[A-Za-z]{1,6}|\d{1,3}|[^\w\s]|_|\s{16}")
+#: A character of a script without spaces is cut from its neighbours with so many marks at most.
+_MAX_MARKS = 8
+
+
+@functools.cache
+def _piece_pattern() -> re.Pattern[str]:
+    """Return the pattern of a word piece in any script: characters of Han, Thai and the like and
+    Korean syllables count one by one, with their marks."""
+    marks = combining_marks()
+    single = rf"[{unspaced_letters()}\u1100-\u11ff\uac00-\ud7ff]"
+    return re.compile(
+        rf"{single}[{marks}]*|(?:(?!{single}|[\d_])[\w{marks}]){{1,6}}|\d{{1,3}}|[^\w\s]|_|\s{{16}}"
+    )
+
+
+@functools.cache
+def _word_pattern(is_ascii: bool) -> re.Pattern[str]:
+    """Return the pattern of what no chunk ends in, with the blanks before it: words, and characters
+    of scripts without spaces."""
+    if is_ascii:
+        return re.compile(r"\s*\S+|\s+")
+    single = f"[{unspaced_letters()}]"
+    marked = rf"{single}[{combining_marks()}]{{0,{_MAX_MARKS}}}"
+    return re.compile(rf"\s*(?:{marked}|(?:(?!{single})\S)+)|\s+")
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,23 +188,24 @@ def _split_windows(text: str, size: int, headings: Sequence[int]) -> Iterator[tu
             first = bisect_left(tokens, tokens[last] - size // 8)
 
 
-_PIECES = re.compile(r"[^\W\d_]{1,6}|\d{1,3}|[^\w\s]|_")
-
-
 def count_pieces(text: str) -> int:
     """Estimate the word pieces of a text."""
-    return len(_PIECES.findall(text))
+    pattern = _ASCII_PIECE if text.isascii() else _piece_pattern()
+    return len(pattern.findall(text))
 
 
 def _split_words(text: str, size: int) -> Iterator[str]:
-    """Yield words with the white space before them, in parts of at most `size // 2` tokens."""
-    for word in _WORD.findall(text):
-        # A token has at least one byte, a character at most four.
-        step = len(word)
-        if len(word.encode()) > size // 2:
-            step = size // 8
-        for start in range(0, len(word), step):
-            yield word[start : start + step]
+    """Yield words with the white space before them, in parts of at most `size // 2` pieces."""
+    for word in _word_pattern(text.isascii()).findall(text):
+        if len(word) <= size // 2 or count_pieces(word) <= size // 2:
+            yield word
+            continue
+        # A character is a piece at most.
+        start = 0
+        while start < len(word):
+            stop = whole_character_behind(word, start + size // 8, size // 4)
+            yield word[start:stop]
+            start = stop
 
 
 def _boundary_rank(text: str, at: int) -> int:

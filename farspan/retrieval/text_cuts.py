@@ -39,3 +39,12 @@ def whole_character_before(text: str, at: int) -> int:
         if not is_inside_character(text, place):
             return place
     return at
+
+
+def whole_character_behind(text: str, at: int, limit: int) -> int:
+    """Return the first place from `at` on that is not inside a character; `at` where the next
+    `limit` code points have none."""
+    for place in range(at, min(at + limit, len(text))):
+        if not is_inside_character(text, place):
+            return place
+    return min(at, len(text))

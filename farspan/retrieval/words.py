@@ -98,7 +98,7 @@ _MIN_STEMMED_CHARS = 3
 _STEMMED_TWICE = ("el", "ru", "tr")
 #: Stop words of a language in a query that show that the query is in it.
 _MIN_STOP_WORDS = 2
-#: Tokens whose words are kept, of each language.
+#: Tokens whose words are kept, of each language, and words whose stems are.
 _MAX_CACHED = 1 << 18
 
 _DIGIT = re.compile(r"\d")
@@ -292,20 +292,23 @@ def choose_languages(languages: Sequence[str]) -> tuple[str, ...]:
     return tuple(code for code, count in counts.most_common(8) if count >= least)
 
 
-def stems_of(word: str, language: str) -> list[str]:
+@functools.lru_cache(_MAX_CACHED)
+def stems_of(word: str, language: str) -> tuple[str, ...]:
     """Return the stem of a folded word; where two letters remain, which may be another word, also
     the word. It is the word where Snowball does not have the language."""
     stemmer = _stemmer(language)
     stemmed = stemmer().stemWord(word) if stemmer else word
     if len(stemmed) == 1 or stemmed in folded_stop_words(language):
-        return [word]
+        return (word,)
     if len(stemmed) < _MIN_STEMMED_CHARS:
-        return [stemmed, word]
+        return (stemmed, word)
     if language in _STEMMED_TWICE:
         again = stemmer().stemWord(stemmed)
         stemmed = again if len(again) >= _MIN_STEMMED_CHARS else stemmed
     # `saari` is `saare-` in all its other forms.
-    return [f"{stemmed[:-1]}i" if language == "fi" and stemmed[-1] == "e" else stemmed]
+    if language == "fi" and stemmed[-1] == "e":
+        stemmed = f"{stemmed[:-1]}i"
+    return (stemmed,)
 
 
 @functools.cache

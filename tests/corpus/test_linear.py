@@ -14,11 +14,11 @@ import pytest
 import farspan
 from farspan.corpus.documents import cut_document
 from farspan.corpus.sources import open_source
-from farspan.corpus.tokenizer import Tokenizer, train_bpe_tokenizer
 from farspan.domain.corpus import Document
-from farspan.retrieval.bm25 import split_words
 from farspan.retrieval.chunk import chunk_document
 from farspan.retrieval.queries import body_of, questions_of
+from farspan.retrieval.snippets import make_snippet
+from farspan.retrieval.words import Words
 
 PACKAGE = str(Path(farspan.__file__).parent)
 #: Twice the text takes twice the steps, and some to begin with.
@@ -135,22 +135,28 @@ TEXTS = (
     "a?\n===\n",
     "===\n",
     "- ",
+    "港",
+    "e\u0301",
+    "\u0301",
+    "👩\u200d",
+    "a-",
+    "a'",
+    "한",
+    "\u200b",
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return train_bpe_tokenizer(["some words of it. " * 20], 300)
 
 
 @pytest.mark.parametrize("piece", TEXTS)
 def test_passages_and_words_of_a_hostile_text_take_steps_by_its_length(
-    piece: str, tokenizer: Tokenizer
+    piece: str,
 ) -> None:
     def passages(document: Document) -> None:
-        list(chunk_document(document, 0, tokenizer, 64))
+        words = Words()
+        list(chunk_document(document, 0, 64))
         questions_of(document)
-        split_words(body_of(document))
+        words.of_text(body_of(document))
+        words.of_query(document.text)
+        make_snippet(document.text, "a b c", words)
 
     counts = []
     for size in (SIZE // 2, SIZE):
@@ -162,9 +168,9 @@ def test_passages_and_words_of_a_hostile_text_take_steps_by_its_length(
 
 @pytest.mark.parametrize("piece", TEXTS)
 def test_the_longest_part_of_a_hostile_text_is_cut_in_passages(
-    piece: str, tokenizer: Tokenizer
+    piece: str,
 ) -> None:
     text = f"a\n\nb{piece * (50_000 // len(piece))}c"
     document = Document(title="t", text=text, origin="a.md")
-    chunks = list(chunk_document(document, 0, tokenizer, 64))
+    chunks = list(chunk_document(document, 0, 64))
     assert chunks[-1].text.endswith("c")
