@@ -98,3 +98,11 @@ def test_gloo_names_the_address_of_a_connection_that_broke():
     said = "[../gloo/transport/tcp/pair.cc:525] Connection closed by peer [10.0.0.2]:34567"
     assert tcp.named_in(said) == ["[10.0.0.2]:34567"]
     assert tcp.named_in("no address") == []
+
+
+def test_a_cpu_reports_whether_it_multiplies_in_bf16():
+    """`torch.cpu._is_avx512_bf16_supported` in retrieval/encoders/torch_forward.py.
+
+    Instead: look for avx512_bf16 in /proc/cpuinfo.
+    """
+    assert isinstance(torch.cpu._is_avx512_bf16_supported(), bool)

@@ -59,6 +59,7 @@ class Encoder(Protocol):
     #: ("en",) of a model that is known to be English; () where nothing is known.
     languages: tuple[str, ...]
     folder: Path
+    tokenizer: Tokenizer
 
     def passages(
         self, texts: Sequence[str], work: IndexWork | None = None, device: str = "auto"
@@ -68,6 +69,11 @@ class Encoder(Protocol):
 
     def queries(self, texts: Sequence[str]) -> Vectors:
         """Return unit vectors (N, E) of queries, by numpy alone; zeros for one without tokens."""
+
+    def many_queries(
+        self, texts: Sequence[str], work: IndexWork | None = None, device: str = "auto"
+    ) -> Vectors:
+        """Return the vectors (N, E) of queries, computed as those of passages are."""
 
 
 class KnownEncoder(NamedTuple):

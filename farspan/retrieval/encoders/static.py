@@ -69,7 +69,7 @@ class StaticEncoder:
         self.dim = dim
         self.max_tokens = layout.max_tokens
         self._prompts = layout.prompts
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._table = table
         self._steps = steps
         self._unknown = _unknown_token(tokenizer) if table.drops_unknown else None
@@ -96,12 +96,20 @@ class StaticEncoder:
         self, texts: Sequence[str], work: IndexWork | None = None, device: str = "auto"
     ) -> Vectors:
         """Return unit vectors (N, E); `device` is never needed."""
-        work = work or IndexWork()
+        return self._embed_all(texts, self._prompts.document, work or IndexWork())
+
+    def many_queries(
+        self, texts: Sequence[str], work: IndexWork | None = None, device: str = "auto"
+    ) -> Vectors:
+        """Return unit vectors (N, E) of queries; `device` is never needed."""
+        return self._embed_all(texts, self._prompts.query, work or IndexWork())
+
+    def _embed_all(self, texts: Sequence[str], prompt: str, work: IndexWork) -> Vectors:
         work.start_kind("embedding")
         vectors_NE = np.zeros((len(texts), self.dim), np.float32)
         for start in range(0, len(texts), _BATCH_SIZE):
             batch = texts[start : start + _BATCH_SIZE]
-            vectors_NE[start : start + len(batch)] = self._embed(batch, self._prompts.document)
+            vectors_NE[start : start + len(batch)] = self._embed(batch, prompt)
             work.add_done(sum(map(len, batch)), texts=len(batch))
         return vectors_NE
 
@@ -110,7 +118,7 @@ class StaticEncoder:
 
     def _embed(self, texts: Sequence[str], prompt: str) -> Vectors:
         prompted = [prompt + text for text in texts]
-        encodings = self._tokenizer.encode_batch_fast(prompted, add_special_tokens=False)
+        encodings = self.tokenizer.encode_batch_fast(prompted, add_special_tokens=False)
         means_NE = np.zeros((len(texts), self._table.rows.shape[1]), np.float32)
         for row, encoding in enumerate(encodings):
             ids = np.array(encoding.ids, np.int64)

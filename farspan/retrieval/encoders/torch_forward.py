@@ -2,7 +2,7 @@
 
 Texts of nearly one length are a batch; on a CPU each core computes its own batch by one thread.
 Two threads on one product wait for each other by spinning: next to a busy process that took five
-times as long (docs/decisions/0028-ready-encoders.md).
+times as long (docs/decisions/0029-ready-encoders.md).
 
 Shapes: B texts, S positions, T = B S, D size of a state, H heads, K size of a head.
 """
@@ -148,6 +148,15 @@ class TorchForward:
 
     def _norm_of(self, norm: Norm) -> _Product:
         return _Product(self._tensor(norm.scale), self._tensor(norm.shift))
+
+
+def sum_bags(rows_FE: Floats, columns: Ids, starts_N: Ids) -> Floats:
+    """Return the sums (N, E) of a matrix's rows; bag n is `columns` from `starts_N[n]` on."""
+    flat = torch.from_numpy(columns)
+    starts = torch.from_numpy(starts_N)
+    with _one_thread_each():
+        sums_NE = F.embedding_bag(flat, torch.from_numpy(rows_FE), starts, mode="sum")
+    return sums_NE.numpy()
 
 
 def _choose_device(device: str) -> torch.device:

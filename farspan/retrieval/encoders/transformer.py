@@ -67,7 +67,7 @@ class TransformerEncoder:
         self.weights = weights
         self._pooling: Pooling = layout.pooling
         self._prompts = layout.prompts
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._steps = steps
 
     @classmethod
@@ -116,8 +116,15 @@ class TransformerEncoder:
 
         On a GPU, or a CPU with instructions for it, products are in bf16.
         """
-        work = work or IndexWork()
-        prompt = self._prompts.document
+        return self._embed(texts, self._prompts.document, work or IndexWork(), device)
+
+    def many_queries(
+        self, texts: Sequence[str], work: IndexWork | None = None, device: str = "auto"
+    ) -> Vectors:
+        """Return unit vectors (N, E) of queries, computed as passages are."""
+        return self._embed(texts, self._prompts.query, work or IndexWork(), device)
+
+    def _embed(self, texts: Sequence[str], prompt: str, work: IndexWork, device: str) -> Vectors:
         ids = self.tokenize(texts, prompt)
         batches = list(_batches(ids))
         pooled = np.zeros((len(texts), self._pooled_size), np.float32)
@@ -140,7 +147,7 @@ class TransformerEncoder:
         return apply_steps(pooled, self._steps)
 
     def tokenize(self, texts: Sequence[str], prompt: str) -> list[Ids]:
-        encodings = self._tokenizer.encode_batch_fast([prompt + text for text in texts])
+        encodings = self.tokenizer.encode_batch_fast([prompt + text for text in texts])
         return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
     def numpy_states(self, ids: Sequence[Ids]) -> Floats:
@@ -169,7 +176,7 @@ class TransformerEncoder:
         """Count a prompt's tokens with the special ones before it."""
         if not prompt or self._pooling.include_prompt:
             return 0
-        encoding = self._tokenizer.encode(prompt)
+        encoding = self.tokenizer.encode(prompt)
         return len(encoding.ids) - (1 if encoding.special_tokens_mask[-1] else 0)
 
     def _pool_batches(
