@@ -3,7 +3,7 @@ weights of voices.
 
 Titles and openings are in their authors' words, which flatters keyword search: on three corpora of
 documentation they chose half the weight for a ready encoder that questions which people asked would
-have chosen. So an encoder begins with the weight that those corpora agree on (ENCODER_SHARES), and
+have chosen. So an encoder begins with the weight that those corpora agree on (ENCODER_SHARE), and
 only questions move it; titles and openings can refuse it. The run's own vectors have no such
 evidence: they stay only where the 95 % interval of their gain is above 0.
 
@@ -13,7 +13,7 @@ Shapes: Q queries, C candidates of a query, V voices, W mixes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -42,9 +42,9 @@ WORD_RULES = ((True, True), (False, True), (True, False), (False, False))
 MAX_COMPARED_DOCUMENTS = 4000
 #: Weights are tried in steps of one over this.
 WEIGHT_STEPS = 20
-#: The encoder's share beside words, for queries embedded by it and by its table [fitted: perl-doc,
-#: R's manuals and Debian's, questions that people asked: best at .80 to .85].
-ENCODER_SHARES = {"encoder": 0.85, "table": 0.7}
+#: The encoder's share beside words, also where its table embeds queries [fitted: perl-doc, R's
+#: manuals and Debian's, questions that people asked: best at .80 to .85].
+ENCODER_SHARE = 0.85
 #: What a share's squared distance from that costs, in nDCG@10 summed over the questions [fitted: on
 #: the same corpora, by drawing 10 to 100 of the questions to choose on].
 PRIOR_STRENGTH = 20
@@ -213,19 +213,17 @@ def choose_mix(
     queries: Sequence[ScoredQuery],
     kinds: Sequence[Kind],
     voices: Sequence[Voice],
-    encoder: Literal["encoder", "table"],
     seed: int,
 ) -> MixChoice:
     """Choose the weights of words, the encoder and the run's own vectors, as far as they are there.
 
-    `voices` name the rows of the queries' scores; `encoder` says what embeds queries for it.
-    Queries count alike, of whatever kind.
+    `voices` name the rows of the queries' scores. Queries count alike, of whatever kind.
     """
     measured = _Measured(queries, voices, seed)
     is_asked = np.array([kind in ASKED_KINDS for kind in kinds])
     mix = WORDS_ALONE
     if "encoder" in voices:
-        mix = _choose_encoder_share(measured, is_asked, ENCODER_SHARES[encoder])
+        mix = _choose_encoder_share(measured, is_asked)
     if "model" in voices:
         # Beside an encoder titles say nothing: own vectors were fitted to such pairs.
         counted_Q = is_asked if "encoder" in mix.weights else np.ones(len(queries), bool)
@@ -254,15 +252,13 @@ class _Measured:
         return bootstrap_interval(differences_Q, seed=self._seed)
 
 
-def _choose_encoder_share(
-    measured: _Measured, is_asked: npt.NDArray[np.bool_], prior: float
-) -> Mix:
+def _choose_encoder_share(measured: _Measured, is_asked: npt.NDArray[np.bool_]) -> Mix:
     """Return words and the encoder, the share being that of other corpora unless questions of this
     one say otherwise; where that is worse than words for certain, the best share of all queries."""
     shares = [step / WEIGHT_STEPS for step in range(WEIGHT_STEPS + 1)]
     mixes = [_add_voice(WORDS_ALONE, "encoder", share) for share in shares]
     quality_WQ = measured.ndcg(mixes)
-    cost_W = PRIOR_STRENGTH * (np.array(shares) - prior) ** 2
+    cost_W = PRIOR_STRENGTH * (np.array(shares) - ENCODER_SHARE) ** 2
     best = int((quality_WQ[:, is_asked].sum(axis=1) - cost_W).argmax())
     _, high = measured.interval(quality_WQ[best] - measured.words_Q)
     if high < 0:

@@ -175,10 +175,7 @@ def evaluate(
             scorers[voice] = side_scores(name, sides[name].tuning)
         scored = score_queries(queries.tuning, scorers)
         kinds = [query.kind for query in queries.tuning]
-        encoder: Literal["encoder", "table"] = (
-            "table" if voices.get("encoder") == "table" else "encoder"
-        )
-        return choose_mix(scored, kinds, tuple(scorers), encoder, seed)
+        return choose_mix(scored, kinds, tuple(scorers), seed)
 
     choices = {name: MixChoice() for name in ("fused", "fused by table")}
     by_system: dict[str, dict[Voice, SideName]] = {}

@@ -347,12 +347,13 @@ class Index:
     @cached_property
     def query_table(self) -> QueryEmbedder | None:
         """What makes vectors of queries in the encoder's place; None without a table."""
-        if self.manifest.encoder is None:
+        path = self.files / QUERY_TABLE
+        if self.manifest.encoder is None or not path.exists():
             return None
         from farspan.retrieval.encoders.query_table import QueryTable
 
         try:
-            table = QueryTable.load(self.files / QUERY_TABLE)
+            table = QueryTable.load(path)
         except Exception as error:  # What damaged files lead to is not said.
             raise Damaged(self.path, f"{QUERY_TABLE}: {error}") from None
         dim = self.manifest.sets[ENCODER_VECTORS].dim

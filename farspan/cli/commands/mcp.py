@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from farspan.cli.arguments import find_home, takes_run
+from farspan.cli.arguments import compute_on_one_thread, find_home, takes_run
 from farspan.cli.commands.serve import takes_address, takes_llm
 from farspan.cli.console import Console
 
@@ -29,6 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
+    compute_on_one_thread()
     if given.config:
         from farspan.app.mcp_clients import client_settings, describe_settings
         from farspan.app.serving import TOKEN_VARIABLE

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from farspan.cli.arguments import find_home, parse_positive, refuse_run_as_text, takes_run
+from farspan.cli.arguments import (
+    compute_on_one_thread,
+    find_home,
+    parse_positive,
+    refuse_run_as_text,
+    takes_run,
+)
 from farspan.cli.console import Console
 
 HELP = "search the documents"
@@ -35,6 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
+    compute_on_one_thread()
     from farspan.app.indexing import rebuild, refuse_query, search_home
     from farspan.cli.answers import evaluation_text, print_answer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 
-from farspan.cli.arguments import find_home, takes_run
+from farspan.cli.arguments import compute_on_one_thread, find_home, takes_run
 from farspan.cli.console import Console
 
 HELP = "search the documents in a browser, and an API"
@@ -55,6 +55,7 @@ def _parse_port(text: str) -> int:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
+    compute_on_one_thread()
     folder = find_home(given, console)
     from farspan.app.serving import serve_index
 
