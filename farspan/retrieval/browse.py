@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from farspan.domain.corpus import cite_place
 from farspan.retrieval.filters import Where
@@ -38,12 +39,19 @@ class Surrounded(msgspec.Struct, frozen=True, kw_only=True):
     after: tuple[Result, ...] = ()
 
 
-def list_documents(index: Index, k: int, offset: int = 0, where: Where = None) -> Documents:
-    """Return at most `k` documents from the one at `offset` on, of those that `where` leaves.
+def list_documents(
+    index: Index,
+    k: int,
+    offset: int = 0,
+    where: Where = None,
+    among: npt.NDArray[np.bool_] | None = None,
+) -> Documents:
+    """Return at most `k` documents from the one at `offset` on, of those that `where` and `among`
+    leave.
 
     Raises Refusal (usage, out-of-range) for fields and values that are not there.
     """
-    bindings = index.bind(where)
+    bindings = index.bind(where, among)
     numbers = np.arange(len(index.documents))
     if bindings is not None:
         numbers = np.flatnonzero(bindings.mask)

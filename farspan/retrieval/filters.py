@@ -250,6 +250,10 @@ class Bindings:
     mask: npt.NDArray[np.bool_]
     payload: dict[str, str] | None
 
+    def narrow(self, among: npt.NDArray[np.bool_]) -> Bindings:
+        """Return the bindings for those that are also `among` these."""
+        return Bindings(mask=self.mask & among, payload=None)
+
 
 @dataclass(frozen=True)
 class Filters:

@@ -389,15 +389,16 @@ class Index:
         """Return the vectors (N, E) of passages in a set."""
         return self.stores[name].vectors(self.passages.rows_N["id"][rows].tolist())
 
-    def bind(self, where: Where) -> Bindings | None:
-        """Return the documents with certain values in their fields, in one of their places; None
-        without conditions. Raises Refusal (usage, out-of-range) for fields and values that are not
-        there."""
+    def bind(self, where: Where, among: npt.NDArray[np.bool_] | None = None) -> Bindings | None:
+        """Return the documents with certain values in their fields, in one of their places, that
+        are also `among` these; None without either. Raises Refusal (usage, out-of-range) for fields
+        and values that are not there."""
         filters = Filters.parse(where)
         if not filters:
-            return None
+            return None if among is None else Bindings(mask=among, payload=None)
         filters.check_fields(self.manifest.fields)
-        return filters.bind(self.documents)
+        bindings = filters.bind(self.documents)
+        return bindings if among is None else bindings.narrow(among)
 
     def close(self) -> None:
         self._closing.close()

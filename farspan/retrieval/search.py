@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from farspan.domain.corpus import Place, cite_place
 from farspan.domain.notebook import html_table
@@ -143,14 +144,15 @@ def search(
     system: System | None = None,
     where: Where = None,
     offset: int = 0,
+    among: npt.NDArray[np.bool_] | None = None,
 ) -> Answer:
     """Return the k best documents from the one at `offset` on.
 
     `system` ranks them; by default, the one that the index's evaluation chose. `where` filters by
-    the values of fields. Raises Refusal (usage, out-of-range) for fields and values that are not
-    there.
+    the values of fields, and `among` by document (N). Raises Refusal (usage, out-of-range) for
+    fields and values that are not there.
     """
-    bindings = index.bind(where)
+    bindings = index.bind(where, among)
 
     # A query that is a document's whole title finds that document before those that mention it.
     words_N = index.lexical.bm25_scores(index.words.of_query(query))

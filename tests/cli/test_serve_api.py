@@ -69,11 +69,12 @@ def test_server_answers_like_the_search_command_and_loads_a_new_index(
     events = [json.loads(line[6:]) for line in streamed.split("\n\n")[:-2]]
     text = "".join(event["choices"][0]["text"] for event in events)
     assert text == written["choices"][0]["text"] and written["usage"]["completion_tokens"] > 0
-    places = client.get("/api/map").json()["xy"]
-    assert (
-        len(places) == about["index"]["chunks"]
-        and max(abs(x) for place in places for x in place) == 1
+    topics = client.get("/api/topics").json()["topics"]
+    assert sum(topic["documents"] for topic in topics) == about["index"]["documents"]
+    narrowed = client.get(
+        "/api/search", params={"q": "school family", "topic": 0, "system": "fused"}
     )
+    assert 0 < narrowed.json()["total"] <= topics[0]["documents"]
     assert "loss" in client.get("/report").text
 
     (desk / "docs" / "zeppelin.txt").write_text(

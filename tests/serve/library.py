@@ -27,6 +27,7 @@ from farspan.retrieval.index import (
 from farspan.retrieval.passages import IndexedDocument
 from farspan.retrieval.search import Answer, Result
 from farspan.retrieval.serve.searcher import Kind, WrittenPiece
+from farspan.retrieval.topics import Topics, find_topics, refuse_topic
 from tests.waiting import wait_for
 
 DIM = 32
@@ -114,6 +115,7 @@ class ListSearcher:
         system: System | None = None,
         where: Where = None,
         offset: int = 0,
+        topic: int | None = None,
     ) -> Answer:
         assert not self.closed
         self._hold(query, lambda: False)
@@ -121,7 +123,7 @@ class ListSearcher:
             raise ZeroDivisionError("/etc/secret")
         terms = {*words(query)}
         near = self.vectors @ vector(query)
-        passes = self._mask(where)
+        passes = self._mask(where, topic)
         found_rows = []
         for row, text in enumerate(self.texts):
             count = sum(word in terms for word in words(f"{text.title} {text.text}"))
@@ -186,8 +188,10 @@ class ListSearcher:
             after=tuple(around[row + 1 : row + 1 + after]),
         )
 
-    def documents(self, k: int, offset: int = 0, where: Where = None) -> Documents:
-        rows = np.flatnonzero(self._mask(where)).tolist()
+    def documents(
+        self, k: int, offset: int = 0, where: Where = None, topic: int | None = None
+    ) -> Documents:
+        rows = np.flatnonzero(self._mask(where, topic)).tolist()
         listed = []
         for row in rows[offset : offset + k]:
             text = self.texts[row]
@@ -203,7 +207,7 @@ class ListSearcher:
             )
         return Documents(documents=tuple(listed), total=len(rows))
 
-    def _mask(self, where: Where) -> np.ndarray:
+    def _mask(self, where: Where, topic: int | None) -> np.ndarray:
         filters = Filters.parse(where)
         filters.check_fields(self.fields)
         documents = []
@@ -213,7 +217,13 @@ class ListSearcher:
                     key="", title=text.title, origin=text.origin, metadata=text.metadata
                 )
             )
-        return filters.mask(documents)
+        passes = filters.mask(documents)
+        if topic is not None:
+            topics, numbers = self._grouped()
+            if topic >= len(topics.topics):
+                raise refuse_topic(topic, topics)
+            passes &= numbers == topic
+        return passes
 
     def similar(self, chunk_id: str, k: int) -> tuple[Result, ...]:
         row = self._row(chunk_id)
@@ -224,8 +234,12 @@ class ListSearcher:
             if o != row
         )[:k]
 
-    def map(self) -> tuple[list[str], np.ndarray]:
-        return self.ids, self.vectors[:, :2]
+    def topics(self) -> Topics:
+        return self._grouped()[0]
+
+    def _grouped(self) -> tuple[Topics, np.ndarray]:
+        texts = [f"{text.title} {text.text}" for text in self.texts]
+        return find_topics(self.vectors, texts)
 
     def embed(self, texts: list[str], kind: Kind) -> tuple[np.ndarray, list[int], int]:
         counts = [len(words(text)) for text in texts]

@@ -203,10 +203,31 @@ def test_a_passage_that_is_not_there_is_not_found(server):
         assert answer.status_code == 404 and "no passage" in problem(answer)["what"]
 
 
-def test_the_map_has_every_passage(server):
-    found = server.get("/api/map").json()
-    assert found["titles"] == [text.title for text in texts()]
-    assert len(found["ids"]) == len(found["xy"]) == len(found["origins"]) == len(texts())
+def test_topics_group_every_document_and_narrow_a_search(server):
+    topics = server.get("/api/topics").json()["topics"]
+    assert sum(topic["documents"] for topic in topics) == len(texts()) and len(topics) > 1
+    assert [topic["number"] for topic in topics] == [*range(len(topics))]
+    every = {result["id"] for result in search(server, "a river text", k=50)["results"]}
+    of_topics = []
+    for topic in topics:
+        answer = search(server, "a river text", k=50, topic=topic["number"])
+        assert answer["total"] <= topic["documents"]
+        of_topics += [result["id"] for result in answer["results"]]
+    assert sorted(of_topics) == sorted(every)
+    unknown = server.get("/api/search?q=a&topic=99")
+    assert unknown.status_code == 422 and "/api/topics" in problem(unknown)["remedy"]
+    assert server.get("/api/search?q=a&topic=-1").status_code == 422
+
+
+def test_documents_are_listed_page_by_page_and_filtered(server):
+    first = server.get("/api/documents?k=20").json()
+    rest = server.get("/api/documents?k=20&offset=20").json()
+    listed = first["documents"] + rest["documents"]
+    assert first["total"] == len(listed) == len(texts())
+    assert [document["title"] for document in listed] == [text.title for text in texts()]
+    opened = server.get(f"/api/passages/{listed[0]['id']}").json()
+    assert opened["title"] == listed[0]["title"]
+    assert server.get("/api/documents?lang=he").json()["total"] == 1
 
 
 def test_server_serves_about_health_and_report(server):
@@ -300,7 +321,8 @@ def test_the_schema_is_valid_and_true_of_the_answers(server):
         "/api/search": "/api/search?q=river",
         "/api/passages/{id}": f"/api/passages/{some}",
         "/api/passages/{id}/similar": f"/api/passages/{some}/similar",
-        "/api/map": "/api/map",
+        "/api/documents": "/api/documents",
+        "/api/topics": "/api/topics",
         "/api/about": "/api/about",
         "/v1/models": "/v1/models",
         "/v1/models/{model}": "/v1/models/papers",

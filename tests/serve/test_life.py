@@ -112,7 +112,7 @@ def test_a_new_index_is_taken_up_while_it_serves(start):
     assert not held.answered, "the old one is still in use"
     held.free()
     assert held.answer().json()["total"] > 20, "it ends with the index that it began with"
-    assert len(server.get("/api/map").json()["ids"]) == 1
+    assert server.get("/api/documents").json()["total"] == 1
     server.process.terminate()
     out, _ = server.process.communicate(timeout=LIMIT_S)
     assert [line for line in out.splitlines() if line.startswith("closed")] == [

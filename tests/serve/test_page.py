@@ -202,30 +202,34 @@ def test_the_keyboard_is_enough(page):
     for _ in range(90):
         page.press("Tab")
         reached.add(page.run("document.activeElement.id"))
-    assert {"query", "report", "after", "plane", "prompt", "tokens", "temperature"} <= reached
+    assert {"query", "report", "after", "prompt", "tokens", "temperature"} <= reached
 
 
-def test_the_map_is_walked_by_arrow_keys_and_pointer_and_has_a_list(page):
-    ask(page, "danube")
-    page.run("document.getElementById('plane').focus()")
-    page.press("ArrowRight")
-    assert "danube" in page.text("#map-said")
-    page.press("ArrowLeft", "ArrowUp", "ArrowDown", "ArrowDown")
-    said = page.text("#map-said")
-    page.press("Enter")
-    page.until("document.getElementById('passage').open && document.querySelector('.near')")
-    assert said.startswith(page.text("#passage-title"))
-    page.press("Escape")
-    page.until("document.activeElement.id === 'plane'")
-    shape = "(({x, y, width, height}) => [x, y, width, height])"
-    box = page.run(f"{shape}(document.getElementById('plane').getBoundingClientRect())")
-    for step in range(40):
-        page.move(box[0] + box[2] * (step % 8 + 0.5) / 8, box[1] + box[3] * (step // 8 + 0.5) / 5)
-        if page.run("!document.getElementById('map-tip').hidden"):
-            break
-    assert page.text("#map-tip")
-    page.click("#map-list summary")
-    page.until("document.querySelectorAll('#map-titles li').length === 29")
+def test_topics_narrow_the_search_and_can_be_taken_away(page):
+    ask(page, "river heron")
+    page.until("document.querySelectorAll('.topic').length > 1")
+    whole = page.text("#status")
+    page.click(".topic")
+    page.until(f"document.querySelector('#status').innerText !== {whole!r}")
+    assert "topic=0" in page.run("location.search")
+    assert page.run("document.querySelector('.topic').getAttribute('aria-pressed')") == "true"
+    name = page.text(".topic b")
+    assert page.text("#filters") == f"topic {name}"
+    page.click(".topic")
+    page.until(f"document.querySelector('#status').innerText === {whole!r}")
+    assert page.run("document.querySelector('.topic').getAttribute('aria-pressed')") == "false"
+    page.run("history.back()")
+    page.until("document.querySelector('.topic[aria-pressed=true]')")
+    page.click("#filters .chip")
+    page.until("!document.querySelector('.topic[aria-pressed=true]')")
+
+
+def test_topic_without_words_lists_its_documents(page):
+    page.until("document.querySelector('.topic')")
+    count = int(page.text(".topic").split()[-1])
+    page.click(".topic")
+    page.until(f"document.querySelector('.start h2')?.innerText === '{count} documents'")
+    assert page.run("document.querySelectorAll('.begin li').length") == count
 
 
 def test_model_generates_text_from_a_passage_prompt(page):
@@ -279,10 +283,7 @@ def test_page_fits_a_phone_screen_without_overflow(page, server):
     for address in ("/", "/?q=kayak", "/?q=river&lang=en", "/?q=zzz", "/?q=heron"):
         page.go(server.url + address)
         page.until("document.querySelector('.begin li, .hit, .empty')")
-        page.run(
-            "document.getElementById('refine').open = document.getElementById('map-list').open = "
-            "true"
-        )
+        page.run("document.getElementById('refine').open = true")
         assert page.run("document.documentElement.scrollWidth <= innerWidth")
         assert page.run(SPILLS) == []
     page.go(f"{server.url}/?q=kayak")

@@ -24,6 +24,8 @@ class Search(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     offset: Annotated[int, msgspec.Meta(ge=0)] = 0
     system: System | None = None
     where: dict[str, Any] | list[str] = {}
+    #: The number of a topic of /api/topics.
+    topic: int | None = None
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,16 +57,6 @@ class Similar(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     results: tuple[Result, ...]
-
-
-class Map(msgspec.Struct, frozen=True, kw_only=True):
-    """Passages as points in a plane: what is alike lies close together. Number i of each list is of
-    one passage."""
-
-    ids: list[str]
-    xy: list[tuple[float, float]]
-    titles: list[str]
-    origins: list[str]
 
 
 class ModelAbout(msgspec.Struct, frozen=True, kw_only=True):

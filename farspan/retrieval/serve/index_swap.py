@@ -8,8 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from farspan.domain.escapes import escape_controls
 from farspan.domain.problems import Problem, Refusal
@@ -23,8 +22,6 @@ class _Open:
     #: Requests that use it.
     users: int = 0
     retired: bool = False
-    #: What was computed of this index once.
-    kept: dict[str, Any] = field(default_factory=dict)
 
 
 class Current:
@@ -50,13 +47,6 @@ class Current:
         """Lend the searcher of today; it stays open until the block ends."""
         with self._lease_index() as entry:
             yield entry.searcher
-
-    def once(self, name: str, make: Callable[[Searcher], Any]) -> Any:
-        """Return the result of `make`, which is called once for each index."""
-        with self._lease_index() as entry:
-            if name not in entry.kept:
-                entry.kept[name] = make(entry.searcher)
-            return entry.kept[name]
 
     @contextmanager
     def _lease_index(self) -> Iterator[_Open]:

@@ -5,12 +5,12 @@
 import threading
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request
 from starlette.responses import Response
 
 from farspan._version import __version__
 from farspan.domain.problems import Refusal, command
+from farspan.retrieval.browse import Documents
 from farspan.retrieval.cited_answer import CitedAnswer
 from farspan.retrieval.hybrid_ranking import System
 from farspan.retrieval.llm_endpoint import answer_from, no_llm
@@ -23,9 +23,10 @@ from farspan.retrieval.serve.refusals import HttpRefusal, json_response
 from farspan.retrieval.serve.schema import answers, takes
 from farspan.retrieval.serve.searcher import Searcher
 from farspan.retrieval.serve.site import ServedIndex, refuse_above
+from farspan.retrieval.topics import Topics
 
 #: Parameters of a search that are no fields.
-SEARCH_PARAMETERS = ("q", "k", "offset", "system")
+SEARCH_PARAMETERS = ("q", "k", "offset", "system", "topic")
 #: What a parameter may begin with that is a field, and must where the field is called like one of
 #: these.
 FIELD_PREFIX = "where."
@@ -39,6 +40,8 @@ FIELDS_PARAMETER = {
     "description": "fields that /api/about names, and the value of each",
     "schema": {"type": "object", "additionalProperties": {"type": "string"}},
 }
+#: As far as a list of documents can be paged.
+MAX_LISTED_OFFSET = 10_000_000
 Id = Annotated[str, Path(max_length=64, description="a passage's `id`: 16 hexadecimal digits")]
 
 
@@ -108,6 +111,7 @@ def api_routes(site: ServedIndex) -> APIRouter:
     _add_search(router, site)
     _add_answers(router, site)
     _add_passages(router, site)
+    _add_browsing(router, site)
     _add_model(router, site)
     return router
 
@@ -137,8 +141,12 @@ def _add_search(router: APIRouter, site: ServedIndex) -> None:
         system: Annotated[
             System | None, Query(description="search this way, whatever was measured")
         ] = None,
+        topic: Annotated[
+            int | None, Query(ge=0, description="only this topic of /api/topics")
+        ] = None,
     ) -> Response:
-        form = forms.Search(q=q, k=k, offset=offset, system=system, where=read_filters(request))
+        where = read_filters(request)
+        form = forms.Search(q=q, k=k, offset=offset, system=system, where=where, topic=topic)
         return await _answer_search(site, form, "parameter q")
 
     @router.post(
@@ -208,12 +216,52 @@ def _add_passages(router: APIRouter, site: ServedIndex) -> None:
         return json_response(forms.Similar(id=id, results=tuple(results)))
 
 
+def _add_browsing(router: APIRouter, site: ServedIndex) -> None:
+    limits = site.limits
+
+    @router.get(
+        "/api/documents",
+        response_class=Response,
+        responses={200: answers(Documents)},
+        summary="The documents, page by page",
+        description="Further parameters narrow it, as those of /api/search do.",
+        openapi_extra={"parameters": [FIELDS_PARAMETER]},
+    )
+    async def documents(
+        request: Request,
+        k: Annotated[int, Query(ge=1, le=limits.k, description="documents at once")] = 10,
+        offset: Annotated[
+            int, Query(ge=0, le=MAX_LISTED_OFFSET, description="documents to pass over")
+        ] = 0,
+        topic: Annotated[
+            int | None, Query(ge=0, description="only this topic of /api/topics")
+        ] = None,
+    ) -> Response:
+        where = read_filters(request)
+
+        def list_page(searcher: Searcher) -> Documents:
+            return searcher.documents(k, offset, where, topic)
+
+        return json_response(await site.ask(list_page))
+
+    @router.get(
+        "/api/topics",
+        response_class=Response,
+        responses={200: answers(Topics)},
+        summary="Groups of documents that are alike",
+    )
+    async def topics() -> Response:
+        found_topics = await site.ask(lambda searcher: searcher.topics(), site.writing)
+        return json_response(found_topics)
+
+
 async def _answer_search(site: ServedIndex, form: forms.Search, place: str) -> Response:
     """Return the answer to a search. Raises Refusal (usage) for an empty query, at `place`."""
     _refuse_empty(form.q, place)
 
     def work(searcher: Searcher) -> Answer:
-        return searcher.search(form.q, form.k, form.system, form.where or None, form.offset)
+        where = form.where or None
+        return searcher.search(form.q, form.k, form.system, where, form.offset, form.topic)
 
     return json_response(await site.ask(work))
 
@@ -249,16 +297,6 @@ async def _ask_for_passage(site: ServedIndex, work: Any) -> Any:
 
 
 def _add_model(router: APIRouter, site: ServedIndex) -> None:
-    @router.get(
-        "/api/map",
-        response_class=Response,
-        responses={200: answers(forms.Map)},
-        summary="The corpus as a plane",
-    )
-    async def corpus_map() -> Response:
-        encoded: bytes = await site.writing.run(lambda: site.current.once("map", encode_map))
-        return Response(encoded, media_type="application/json")
-
     @router.get(
         "/api/about",
         response_class=Response,
@@ -309,12 +347,3 @@ def _add_model(router: APIRouter, site: ServedIndex) -> None:
             # Nobody waits any longer: for lack of time, or as the server ends.
             enough.set()
         return json_response(forms.Generated(prompt=form.prompt, text=text))
-
-
-def encode_map(searcher: Searcher) -> bytes:
-    ids, xy_N2 = searcher.map()
-    passages = [searcher.passage(chunk_id) for chunk_id in ids]
-    titles = [passage.title for passage in passages]
-    origins = [passage.origin for passage in passages]
-    xy = [(round(x, 4), round(y, 4)) for x, y in xy_N2.tolist()]
-    return msgspec.json.encode(forms.Map(ids=ids, xy=xy, titles=titles, origins=origins))

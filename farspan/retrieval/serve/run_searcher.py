@@ -3,6 +3,7 @@ is needed first: words alone are searched without PyTorch."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -16,11 +17,15 @@ from farspan.retrieval.hybrid_ranking import System
 from farspan.retrieval.index import INDEX_MANIFEST, Index, IndexManifest
 from farspan.retrieval.names import query_form
 from farspan.retrieval.search import Answer, Result, passage, search, similar
-from farspan.retrieval.serve.searcher import POINTS, Kind, WrittenPiece
+from farspan.retrieval.serve.searcher import Kind, WrittenPiece
 from farspan.retrieval.stores import Vectors
+from farspan.retrieval.topics import MAX_NAMED_CHARS, Topics, find_topics, refuse_topic
 
 if TYPE_CHECKING:
     from farspan.runtime.inference import Trained
+
+#: Vectors that are read at once.
+BLOCK_ROWS = 16_384
 
 
 class IndexSearcher:
@@ -39,6 +44,8 @@ class IndexSearcher:
         self._index = index
         self._load_model = load_model
         self.close = close
+        self._grouping = threading.Lock()
+        self._groups: tuple[Topics, npt.NDArray[np.intp]] | None = None
 
     @property
     def manifest(self) -> IndexManifest:
@@ -55,8 +62,27 @@ class IndexSearcher:
         system: System | None = None,
         where: Where = None,
         offset: int = 0,
+        topic: int | None = None,
     ) -> Answer:
-        return search(self._index, query, k, system, where, offset)
+        among = None if topic is None else self._documents_of(topic)
+        return search(self._index, query, k, system, where, offset, among)
+
+    def topics(self) -> Topics:
+        return self._grouped[0]
+
+    def _documents_of(self, topic: int) -> npt.NDArray[np.bool_]:
+        topics, numbers_N = self._grouped
+        if not 0 <= topic < len(topics.topics):
+            raise refuse_topic(topic, topics)
+        return np.equal(numbers_N, topic)
+
+    @property
+    def _grouped(self) -> tuple[Topics, npt.NDArray[np.intp]]:
+        """The topics, and that of each document; found when they are asked for first."""
+        with self._grouping:
+            if self._groups is None:
+                self._groups = group_documents(self._index)
+            return self._groups
 
     def passage(self, chunk_id: str) -> Result:
         return passage(self._index, chunk_id)
@@ -64,24 +90,14 @@ class IndexSearcher:
     def surround(self, chunk_id: str, before: int, after: int) -> browse.Surrounded:
         return browse.surround(self._index, chunk_id, before, after)
 
-    def documents(self, k: int, offset: int = 0, where: Where = None) -> browse.Documents:
-        return browse.list_documents(self._index, k, offset, where)
+    def documents(
+        self, k: int, offset: int = 0, where: Where = None, topic: int | None = None
+    ) -> browse.Documents:
+        among = None if topic is None else self._documents_of(topic)
+        return browse.list_documents(self._index, k, offset, where, among)
 
     def similar(self, chunk_id: str, k: int) -> tuple[Result, ...]:
         return similar(self._index, chunk_id, k)
-
-    def map(self) -> tuple[list[str], npt.NDArray[np.floating]]:
-        """Return the two directions in which the passages' vectors differ most; of many passages an
-        even choice."""
-        passages = self._index.passages
-        rows = np.unique(
-            np.linspace(0, len(passages.rows_N) - 1, min(len(passages.rows_N), POINTS)).astype(
-                np.int64
-            )
-        )
-        return [f"{number:016x}" for number in passages.rows_N["id"][rows].tolist()], plane(
-            self._index.vectors(rows, self._index.manifest.best_set)
-        )
 
     @property
     def dim(self) -> int:
@@ -188,11 +204,32 @@ def no_model(where: object) -> Refusal:
     )
 
 
-def plane(vectors_NE: Vectors) -> npt.NDArray[np.float64]:
-    """Where vectors lie in the plane of their two principal directions (N, 2), from -1 to 1 each
-    way."""
-    centred_NE = np.asarray(vectors_NE, np.float64) - vectors_NE.mean(0)
-    _, directions_EE = np.linalg.eigh(centred_NE.T @ centred_NE)
-    flat_N2 = np.zeros((len(vectors_NE), 2))
-    flat_N2[:, : directions_EE.shape[1]] = centred_NE @ directions_EE[:, :-3:-1]
-    return flat_N2 / max(float(np.abs(flat_N2).max(initial=0)), 1e-12)
+def group_documents(index: Index) -> tuple[Topics, npt.NDArray[np.intp]]:
+    """Return the topics of an index, and that of each document."""
+    texts = [title_and_text(index, number) for number in range(len(index.documents))]
+    return find_topics(mean_vectors(index), texts)
+
+
+def title_and_text(index: Index, number: int) -> str:
+    """Return a document's title and first passages, as much as its topic is named by."""
+    pieces = [index.documents[number].title]
+    size = 0
+    for row in index.passages.of_document(number):
+        text = index.passages.chunk(row).text
+        pieces.append(text)
+        size += len(text)
+        if size >= MAX_NAMED_CHARS:
+            break
+    return "\n".join(pieces)
+
+
+def mean_vectors(index: Index) -> Vectors:
+    """Return the mean vector of each document's passages; zero of one without any."""
+    rows_N = index.passages.rows_N
+    sums_NE = np.zeros((len(index.documents), index.manifest.dim), np.float32)
+    for start in range(0, len(rows_N), BLOCK_ROWS):
+        rows = np.arange(start, min(start + BLOCK_ROWS, len(rows_N)))
+        np.add.at(sums_NE, rows_N["document"][rows], index.vectors(rows))
+    counts_N = np.bincount(rows_N["document"], minlength=len(sums_NE))
+    means_NE: Vectors = sums_NE / np.maximum(counts_N, 1).astype(np.float32)[:, None]
+    return means_NE

@@ -8,10 +8,12 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from farspan.retrieval.browse import Documents
 from farspan.retrieval.cited_answer import CitedAnswer
 from farspan.retrieval.search import Answer, Result
 from farspan.retrieval.serve import forms, openai_forms
 from farspan.retrieval.serve.refusals import OpenAITrouble, Trouble
+from farspan.retrieval.topics import Topics
 
 STRUCTS = (
     Answer,
@@ -19,7 +21,8 @@ STRUCTS = (
     forms.Ask,
     CitedAnswer,
     forms.Similar,
-    forms.Map,
+    Topics,
+    Documents,
     forms.About,
     forms.Generate,
     forms.Generated,

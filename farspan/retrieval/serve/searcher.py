@@ -14,10 +14,9 @@ if TYPE_CHECKING:
     from farspan.retrieval.hybrid_ranking import System
     from farspan.retrieval.index import IndexManifest
     from farspan.retrieval.search import Answer, Result
+    from farspan.retrieval.topics import Topics
 
 Kind = Literal["query", "document"]
-#: Points of a map at most.
-POINTS = 5_000
 
 
 class WrittenPiece(NamedTuple):
@@ -51,20 +50,23 @@ class Searcher(Protocol):
         system: System | None = None,
         where: Where = None,
         offset: int = 0,
-    ) -> Answer: ...
+        topic: int | None = None,
+    ) -> Answer:
+        """Return the best documents; with `topic` of this topic alone."""
+
+    def topics(self) -> Topics: ...
 
     def passage(self, chunk_id: str) -> Result: ...
 
     def surround(self, chunk_id: str, before: int, after: int) -> Surrounded:
         """Return a passage with up to `before` and `after` passages of its document around it."""
 
-    def documents(self, k: int, offset: int = 0, where: Where = None) -> Documents:
+    def documents(
+        self, k: int, offset: int = 0, where: Where = None, topic: int | None = None
+    ) -> Documents:
         """Return documents in the order of the source."""
 
     def similar(self, chunk_id: str, k: int) -> tuple[Result, ...]: ...
-
-    def map(self) -> tuple[list[str], npt.NDArray[np.floating]]:
-        """At most POINTS passages: their ids, and where they lie in a plane (N x 2)."""
 
     @property
     def dim(self) -> int:

@@ -1,14 +1,16 @@
 // The search page: what is asked stands in the address, so that back, forward and reload work.
 
 import { ask } from "./api.js";
-import * as map from "./map.js";
 import * as passage from "./passage.js";
 import * as results from "./results.js";
 import { at, bytes, counted, make, number } from "./text.js";
+import * as topics from "./topics.js";
 import { setUp as setUpWriting, writeOn } from "./write.js";
 
 const PAGE = 10;
-const OWN = ["q", "k", "offset", "system"];
+const BEGIN_WITH = 8;
+const TOPIC_DOCUMENTS = 50;
+const OWN = ["q", "k", "offset", "system", "topic"];
 //: A search that is quicker shows no sign of being busy.
 const PATIENCE_MS = 150;
 const seen = new Map();
@@ -16,6 +18,7 @@ let about = null, running = null, choice = [];
 
 const state = () => new URLSearchParams(location.search);
 const filters = (query = state()) => [...query].filter(([name]) => !OWN.includes(name));
+const topic = (query = state()) => /^\d+$/.test(query.get("topic") ?? "") ? Number(query.get("topic")) : null;
 const offset = (query = state()) => Math.max(0, Math.trunc(query.get("offset")) || 0);
 const open = (result, from) => passage.open(result, from, writeOn);
 
@@ -31,7 +34,8 @@ function go(change) {
 //: A field that is called like a parameter of a search has this before it.
 const PREFIX = "where.";
 const addFilter = (name, value) => go((query) => query.set(OWN.includes(name) ? PREFIX + name : name, value));
-const clearFilters = () => go((query) => filters(query).forEach(([name]) => query.delete(name)));
+const clearFilters = () => go((query) => [...filters(query), ["topic"]].forEach(([name]) => query.delete(name)));
+const setTopic = (number) => go((query) => number === null ? query.delete("topic") : query.set("topic", number));
 
 async function search({ focus = false } = {}) {
   running?.abort();
@@ -61,10 +65,10 @@ async function search({ focus = false } = {}) {
 
 /** The search that an address stands for. It goes as a body: an address has bounds. */
 function formOf(query) {
-  const where = filters(query).map(([name, value]) => [name.startsWith(PREFIX) ? name.slice(PREFIX.length) : name, value]);
+  const where = filters(query).map(([name, value]) => `${name.startsWith(PREFIX) ? name.slice(PREFIX.length) : name}=${value}`);
   return {
     q: query.get("q"), k: PAGE, offset: offset(query),
-    system: query.get("system") || null, where: Object.fromEntries(where),
+    system: query.get("system") || null, where, topic: topic(query),
   };
 }
 
@@ -78,12 +82,11 @@ const say = (text) => { at("status").textContent = text; };
 function show(answer) {
   learn(answer.results);
   document.title = `${answer.query} · ${document.querySelector("h1").textContent} · farspan`;
-  map.highlight(answer.results.map((result) => result.id));
   say(results.told(answer, offset()));
   const fields = about?.fields ?? [];
   at("found").replaceChildren(answer.results.length
     ? results.hits(answer, offset(), { open, filter: addFilter, fields })
-    : results.nothing(answer, filters(), clearFilters));
+    : results.nothing(answer, filters().length > 0 || topic() !== null, clearFilters));
   const first = offset(), last = first + answer.results.length;
   at("pager").hidden = answer.total <= PAGE && !first;
   at("before").disabled = first === 0;
@@ -94,7 +97,6 @@ function show(answer) {
 function fail(error) {
   say("");
   at("pager").hidden = true;
-  map.highlight([]);
   const problem = error.problem ?? { what: "the page made a mistake", code: error.name, where: "", fact: error.message, remedy: "reload it" };
   at("found").replaceChildren(results.refusal(problem, () => search()));
 }
@@ -103,9 +105,19 @@ function showStart() {
   say("");
   document.title = `${document.querySelector("h1").textContent} · farspan`;
   at("pager").hidden = true;
-  map.highlight([]);
   at("results").removeAttribute("aria-busy");
   at("found").replaceChildren(about ? results.start(about, choice, open) : "");
+  if (topic() !== null) showTopic(topic());
+}
+
+/** The documents of a topic, while nothing is searched for. */
+async function showTopic(number) {
+  try {
+    const page = await ask(`/api/documents?${new URLSearchParams({ topic: number, k: TOPIC_DOCUMENTS })}`);
+    if (number === topic() && !at("query").value.trim()) at("found").replaceChildren(results.listed(page, open));
+  } catch (error) {
+    if (number === topic()) fail(error);
+  }
 }
 
 function showFilters() {
@@ -113,6 +125,12 @@ function showFilters() {
     type: "button", className: "chip", dir: "auto", onclick: () => go((query) => query.delete(name)),
     attributes: { "aria-label": `Remove the filter ${name} = ${value}` },
   }, `${name} `, make("b", { textContent: value }))));
+  const chosen = topic();
+  topics.mark(chosen);
+  if (chosen !== null) chips.push(make("li", {}, make("button", {
+    type: "button", className: "chip", dir: "auto", onclick: () => setTopic(null),
+    attributes: { "aria-label": `Remove the topic ${topics.nameOf(chosen)}` },
+  }, "topic ", make("b", { textContent: topics.nameOf(chosen) }))));
   at("filters").replaceChildren(...chips);
   at("filters").hidden = chips.length === 0;
 }
@@ -161,6 +179,7 @@ async function learnAbout() {
   const text = about.text ? `, ${bytes(about.text.bytes)} of text` : "", model = about.model ? ` · ${about.model.line}` : "";
   at("about").textContent = `${counted(about.index.documents, "document")}${text}${model}`;
   at("report").hidden = !about.report;
+  at("write").hidden = !about.model;
   at("refine").querySelector("form").hidden = about.fields.length === 0;
   at("field").replaceChildren(...about.fields.map((name) => make("option", { value: name, textContent: name })));
   at("tokens").max = about.limits.tokens;
@@ -189,10 +208,24 @@ function setUp() {
   addEventListener("popstate", () => search());
   addEventListener("keydown", pressed);
   passage.setUp(writeOn);
-  map.setUp(open, (corpus) => { choice = results.choice(corpus); if (at("found").querySelector(".start")) showStart(); });
   setUpWriting();
+}
+
+/** Some documents to begin with, evenly over the index. */
+async function learnChoice() {
+  const page = (more) => ask(`/api/documents?${new URLSearchParams(more)}`);
+  const step = Math.max(1, Math.floor(about.index.documents / BEGIN_WITH));
+  const offsets = [...Array(BEGIN_WITH).keys()].map((row) => row * step).filter((row) => row < about.index.documents);
+  try {
+    const pages = await Promise.all(offsets.map((row) => page({ k: 1, offset: row })));
+    choice = pages.flatMap(({ documents }) => documents).filter(({ id }) => id);
+    if (at("found").querySelector(".start")) showStart();
+  } catch (error) {
+    if (!error.problem) throw error;
+  }
 }
 
 setUp();
 await learnAbout();
 await search();
+if (about) await Promise.all([learnChoice(), topics.setUp(setTopic).then(showFilters)]);

@@ -53,8 +53,7 @@ export function told(answer, offset) {
   return `${range}${counted(answer.total, "document")}, ranked by ${SYSTEMS[answer.system]}${unknown}`;
 }
 
-export function nothing(answer, filters, clear) {
-  const narrowed = filters.length > 0;
+export function nothing(answer, narrowed, clear) {
   const unknown = answer.unknown_words ? "No word of it is in the documents. " : "";
   return make("div", { className: "empty" },
     make("h2", { dir: "auto", textContent: `Nothing found for “${answer.query}”` }),
@@ -62,19 +61,11 @@ export function nothing(answer, filters, clear) {
     narrowed ? make("button", { type: "button", onclick: clear, textContent: "Search without filters" }) : null);
 }
 
-const BEGIN_WITH = 8;
-
-/** Some passages of unlike documents, evenly over the index: [id, title]. */
-export function choice(corpus) {
-  const titled = new Map(corpus.ids.map((id, row) => [corpus.titles[row] || corpus.origins[row], id]));
-  const all = [...titled], step = Math.max(1, Math.floor(all.length / BEGIN_WITH));
-  return all.filter((_, row) => row % step === 0).slice(0, BEGIN_WITH);
-}
-
 export function start(about, begin, open) {
-  const index = about.index, evaluation = index.evaluation, tiles = [
+  const index = about.index, evaluation = index.evaluation;
+  const sizes = Object.values(index.sets).map(({ dim }) => number(dim)), tiles = [
     ["Documents", number(index.documents), about.text ? `from ${about.text.source}` : ""],
-    ["Passages", number(index.chunks), `vectors of ${number(index.dim)} numbers`],
+    ["Passages", number(index.chunks), sizes.length ? `vectors of ${sizes.join(" and ")} numbers` : ""],
   ];
   if (evaluation) {
     for (const [kind, { reported, systems }] of Object.entries(evaluation.kinds)) {
@@ -88,10 +79,19 @@ export function start(about, begin, open) {
     make("dl", { className: "tiles" }, ...tiles.map(([name, value, more]) => make("div", {},
       make("dt", { textContent: name }), make("dd", { textContent: value }), make("dd", { textContent: more, dir: "auto" })))),
     begin.length ? make("h2", { textContent: "Or begin with one of these" }) : null,
-    make("ul", { className: "begin" }, ...begin.map(([title, id]) => make("li", {}, make("button", {
-      type: "button", className: "open", dir: "auto", textContent: title, onclick: (event) => open(id, event.currentTarget),
-    })))));
+    titles(begin, open));
 }
+
+/** The documents of a topic. */
+export function listed({ documents, total }, open) {
+  const range = total > documents.length ? `The first ${number(documents.length)} of ${counted(total, "document")}` : counted(total, "document");
+  return make("div", { className: "start" }, make("h2", { textContent: range }), titles(documents.filter(({ id }) => id), open));
+}
+
+const titles = (documents, open) => make("ul", { className: "begin" }, ...documents.map(({ title, origin, id }) => make("li", {},
+  make("button", {
+    type: "button", className: "open", dir: "auto", textContent: title || origin, onclick: (event) => open(id, event.currentTarget),
+  }))));
 
 /** What the server refuses, and why; `again` asks once more. */
 export function refusal(problem, again) {
