@@ -76,12 +76,19 @@ def test_resume_is_refused_naming_keys_changed_in_the_run_yaml_of_the_run(
 
 
 @pytest.mark.parametrize(
-    "more", ["# a remark\n", "index: {store: flat}\n", "checkpoint: {keep: 3}\n"]
+    ("before", "after"),
+    [
+        ("index:", "# a remark\nindex:"),
+        ("{encoder: own}", "{encoder: own, store: flat}"),
+        ("index:", "checkpoint: {keep: 3}\nindex:"),
+    ],
 )
 def test_resume_accepts_changes_of_run_yaml_that_do_not_affect_training(
-    here: Farspan, config: Path, more: str
+    here: Farspan, config: Path, before: str, after: str
 ) -> None:
-    config.write_text(config.read_text() + more)
+    changed = config.read_text().replace(before, after)
+    assert changed.count(after) == 1
+    config.write_text(changed)
     assert here("resume", str(config.parent)).returncode == 0
 
 

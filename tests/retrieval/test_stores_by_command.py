@@ -41,7 +41,7 @@ REMOVED = "numbat"
 ADDED = "quokka"
 #: More than there are documents: a search shows every one that it finds.
 ALL = 100
-VECTORS = ("time school", "--system", "model")
+VECTORS = ("the time of a school", "--system", "model")
 SEARCHES = {
     "by vectors": VECTORS,
     "by vectors and words": ("what sleeps in this world", "--system", "fused"),

@@ -14,6 +14,7 @@ from farspan.domain.corpus import Place, cite_place
 from farspan.domain.problems import Refusal
 from farspan.domain.struct_files import load, write_atomically
 from farspan.retrieval.browse import Documents, ListedDocument, Surrounded
+from farspan.retrieval.choose import LexicalChoice
 from farspan.retrieval.filters import Filters, Where
 from farspan.retrieval.hybrid_ranking import System
 from farspan.retrieval.index import (
@@ -28,6 +29,7 @@ from farspan.retrieval.passages import IndexedDocument
 from farspan.retrieval.search import Answer, Result
 from farspan.retrieval.serve.searcher import Kind, WrittenPiece
 from farspan.retrieval.topics import Topics, find_topics, refuse_topic
+from farspan.retrieval.words import WordRules
 from tests.waiting import wait_for
 
 DIM = 32
@@ -94,14 +96,13 @@ class ListSearcher:
             source="",
             documents=len(self.texts),
             chunks=len(self.texts),
-            sets={OWN_VECTORS: VectorSet(encoder=OWN_VECTORS, dim=DIM, store="qdrant", table="")},
-            dim=DIM,
-            fit=Fit(id="f", documents=len(self.texts), chunks=len(self.texts), k1=1.5, b=0.75),
+            lexical=LexicalChoice(rules=WordRules(languages=("en",))),
+            sets={OWN_VECTORS: VectorSet(dim=DIM, store="qdrant", table="")},
+            fit=Fit(id="f", documents=len(self.texts), chunks=len(self.texts)),
             fitted_chunks=len(self.texts),
             fields=("origin", "title", *sorted(names)),
             evaluation=None,
             files="0" * 16,
-            table="",
         )
 
     @property
