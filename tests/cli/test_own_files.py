@@ -79,7 +79,7 @@ def test_resume_is_refused_naming_keys_changed_in_the_run_yaml_of_the_run(
     ("before", "after"),
     [
         ("index:", "# a remark\nindex:"),
-        ("{encoder: own}", "{encoder: own, store: flat}"),
+        ("store: auto", "store: flat"),
         ("index:", "checkpoint: {keep: 3}\nindex:"),
     ],
 )

@@ -14,8 +14,8 @@ def test_tune_judges_by_queries_of_ones_own(run: Path, tmp_path: Path, here: Far
     path = Path(shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("index*")))
     assert here("embed", str(path), "--no-eval").returncode == 0
     config = path / "run.yaml"
-    config.write_text(config.read_text().replace("{encoder: own}", "{encoder: own, time: 1s}"))
-    assert "time: 1s" in config.read_text()
+    config.write_text(config.read_text().replace("time: 5m", "time: 1s"))
+    assert "index:\n  store: auto\n  encoder: own\n  time: 1s" in config.read_text()
     found = json.loads(here("search", "time", "--run", str(path), "-k", "12", "--json").stdout)[
         "answer"
     ]["results"]
