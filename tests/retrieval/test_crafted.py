@@ -26,7 +26,6 @@ FILES = (
     "starts.npy",
     "documents.npy",
     "scores.npy",
-    "covariance-own.npy",
 )
 
 
