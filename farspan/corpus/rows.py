@@ -259,6 +259,14 @@ def row_document(
     )
 
 
+def is_called_by_place(document: Document) -> bool:
+    """Return True for a row without a title, which is called by where it stands: nobody asks for
+    it by that."""
+    origin = document.origin
+    has_place = ":" in document.title or origin.startswith("hf:")
+    return has_place and origin.replace(":", " ").endswith(document.title.replace(":", " "))
+
+
 def lacks_text(fields: FieldsConfig) -> str:
     """Return why a row without text is left out."""
     columns = fields.texts or TEXT_FIELDS

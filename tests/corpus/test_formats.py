@@ -8,6 +8,7 @@ import io
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -22,12 +23,19 @@ from farspan.corpus import pandoc
 from farspan.corpus.formats import find_ending, list_formats, load_formats
 from farspan.corpus.guarded import GuardedReader
 from farspan.corpus.reading import ReadOptions, UnreadableFile
+from farspan.corpus.rows import is_called_by_place
 from farspan.corpus.sources import open_source
 from farspan.domain.config import FieldsConfig
 from farspan.domain.corpus import Document
 from farspan.domain.install import install_command
 from farspan.domain.problems import Problem, Refusal
-from tests.corpus.written_formats import MESSAGE, with_converter, with_standard_library, zipped
+from tests.corpus.written_formats import (
+    MESSAGE,
+    XLSX_PARTS,
+    with_converter,
+    with_standard_library,
+    zipped,
+)
 from tests.waiting import wait_for
 
 needs_pandoc = pytest.mark.skipif(pandoc.find_pandoc() is None, reason="needs pandoc")
@@ -188,6 +196,10 @@ def test_a_row_of_a_table_is_a_document_cited_by_its_row(
     assert documents["a.csv.gz:3"].title == "a.csv.gz:3"
     assert documents["a.jsonl:2"].title == "a.jsonl:2"
     assert documents["a.json:1.2"].text == "A rowan."
+    called = {name for name, document in documents.items() if is_called_by_place(document)}
+    in_zip = {name.removeprefix("a.zip/folder/") for name in called}
+    assert {"a.csv:2", "a.jsonl:2", "a.json:1.2", "a.xlsx:3"} <= called & in_zip
+    assert not called & {"a.jsonl:1", "a.py", "a.txt", "a.mbox:1", "a.eml"}
 
 
 def test_a_row_of_a_sheet_is_a_document_with_its_dates(
@@ -196,6 +208,31 @@ def test_a_row_of_a_sheet_is_a_document_with_its_dates(
     documents, _ = plain
     assert documents["a.xlsx:3"].text == "harbour: the wall\nbuilt: 2024-03-01T12:00:00"
     assert documents["a.xlsx:4"].text == "height: 8\nbuilt: 2024-03-02"
+
+
+def test_sheets_are_cited_and_one_without_the_named_columns_is_left_out(tmp_path: Path) -> None:
+    parts = dict(XLSX_PARTS)
+    sheet = parts["xl/worksheets/sheet1.xml"]
+    parts["xl/worksheets/sheet2.xml"] = sheet.replace("<t>harbour</t>", "<t>quay</t>")
+    second = '<sheet name="Quays" sheetId="2" r:id="r2"/></sheets>'
+    parts["xl/workbook.xml"] = parts["xl/workbook.xml"].replace("</sheets>", second)
+    relation = re.search("<Relationship .*?/>", parts["xl/_rels/workbook.xml.rels"])
+    assert relation is not None
+    other = relation[0].replace("r1", "r2").replace("sheet1", "sheet2")
+    parts["xl/_rels/workbook.xml.rels"] = parts["xl/_rels/workbook.xml.rels"].replace(
+        relation[0], relation[0] + other
+    )
+    (tmp_path / "a.xlsx").write_bytes(zipped(dict(parts)))
+    documents, skipped = read(tmp_path)
+    assert {*documents} == {
+        f"a.xlsx:{name}:{row}" for name in ("Harbours", "Quays") for row in (3, 4)
+    }
+    documents, skipped = read(tmp_path, FieldsConfig(text="quay"))
+    assert {origin: d.text for origin, d in documents.items()} == {"a.xlsx:Quays:3": "the wall"}
+    assert skipped == [
+        "a.xlsx:4: no text in quay (its columns are height, built)",
+        "a.xlsx:Harbours: no text in quay (its columns are harbour, height, built)",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -62,10 +62,10 @@ class Table:
         self, cells: list[str], columns: list[str], number: int
     ) -> Document | Skipped:
         row: dict[str, str] = {}
-        for place, cell in enumerate(cells):
-            name = columns[place] if place < len(columns) else ""
+        for column, cell in enumerate(cells):
+            name = columns[column] if column < len(columns) else ""
             if cell:
-                row[name or f"column {place + 1}"] = cell
+                row[name or f"column {column + 1}"] = cell
         fields = self._fields
         if not has_text(row, fields):
             if fields.texts:

@@ -54,8 +54,8 @@ def read_workbook(file: Path, options: ReadOptions) -> Iterator[Document | Skipp
                 lacking.append((name, error))
         if len(lacking) == len(sheets):
             raise lacking[0][1]
-        for name, error in lacking:
-            yield Skipped.file(f"{file}:{name}", error.reason, error.detail, bad=True)
+        for name, reason in lacking:
+            yield Skipped.file(f"{file}:{name}", reason.reason, reason.detail, bad=True)
 
 
 def _find_sheets(archive: zipfile.ZipFile) -> dict[str, str]:

@@ -223,13 +223,17 @@ def title_and_text(index: Index, number: int) -> str:
     return "\n".join(pieces)
 
 
-def mean_vectors(index: Index) -> Vectors:
-    """Return the mean vector of each document's passages; zero of one without any."""
+def mean_vectors(index: Index) -> Vectors | None:
+    """Return the mean vector of each document's passages, zero of one without any; None of an index
+    without vectors."""
+    name = index.manifest.best_set
+    if name is None:
+        return None
     rows_N = index.passages.rows_N
-    sums_NE = np.zeros((len(index.documents), index.manifest.dim), np.float32)
+    sums_NE = np.zeros((len(index.documents), index.manifest.sets[name].dim), np.float32)
     for start in range(0, len(rows_N), BLOCK_ROWS):
         rows = np.arange(start, min(start + BLOCK_ROWS, len(rows_N)))
-        np.add.at(sums_NE, rows_N["document"][rows], index.vectors(rows))
+        np.add.at(sums_NE, rows_N["document"][rows], index.vectors(rows, name))
     counts_N = np.bincount(rows_N["document"], minlength=len(sums_NE))
     means_NE: Vectors = sums_NE / np.maximum(counts_N, 1).astype(np.float32)[:, None]
     return means_NE
