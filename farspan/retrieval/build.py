@@ -455,12 +455,12 @@ def _fit(task: Task, chunked: Chunked, corpus: str, old: Index | None) -> Fitted
     recipe = task.recipe
     chunks = chunked.chunks
     num_documents = len(chunked.documents)
-    task.write_line(
-        f"indexing {counted(num_documents, 'document')} in {counted(len(chunks), 'passage')}"
-    )
+    lexical = _known_lexical(task, old, corpus)
+    if lexical is None:
+        num_passages = counted(len(chunks), "passage")
+        task.write_line(f"indexing {counted(num_documents, 'document')} in {num_passages}")
     text = mine_evaluation(task, chunks)
     bodies = Bodies(text.bodies, chunked.languages)
-    lexical = _known_lexical(task, old, corpus)
     if lexical is None:
         tuning = text.queries.tuning if recipe.evaluate else []
         languages = choose_languages(chunked.languages)

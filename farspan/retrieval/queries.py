@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from farspan.corpus.distinct_texts import Copies
+from farspan.corpus.rows import is_called_by_place
 from farspan.domain.corpus import Document, Heading
 from farspan.retrieval.chunk import Chunk, bare, head_length
 from farspan.retrieval.names import query_form
@@ -217,8 +218,10 @@ def choose_queries(
 
 
 def _names_its_text(document: Document, body: str) -> bool:
-    """Return False for a title that nobody would ask for: a file's name with a number, such as
-    `IMG_2041`, of which no word is in the text."""
+    """Return False for a title that nobody would ask for: the place of a row without one, or a
+    file's name with a number, such as `IMG_2041`, of which no word is in the text."""
+    if is_called_by_place(document):
+        return False
     is_numbered = any(map(str.isdigit, document.title))
     if not is_numbered or document.title != PurePath(document.origin).stem:
         return True

@@ -124,6 +124,7 @@ RUN_COMMANDS: tuple[tuple[str, ...], ...] = (
 )
 #: Commands of which no answer is in the dump, and why.
 LEFT_OUT = {
+    "ask": "it needs a language model; tests/serve/test_ask.py has one that stands in",
     "bench": "it measures for minutes",
     "chaos": "it trains a run for minutes, with faults",
     "demo": "it is `train`, `embed` and `search` on the built-in corpus, for minutes",
@@ -132,6 +133,7 @@ LEFT_OUT = {
     "lab exec": "it needs a lab",
     "lab link": "it needs a lab",
     "lab down": "it needs a lab",
+    "mcp": "it runs until its input ends; tests/serve/test_mcp.py talks to it",
     "probe": "its measurements take a quarter of a minute",
     "serve": "it runs until it is stopped; its OpenAPI is a part of its own",
     "stop": "it needs a run that has not ended; its answer is that of `logs`",

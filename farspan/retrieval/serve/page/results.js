@@ -2,8 +2,8 @@
 
 import { alsoAt, counted, excerptStart, make, marked, number, place } from "./text.js";
 
-const SYSTEMS = { bm25: "words", model: "vectors", fused: "words and vectors" };
-const KINDS = { title: "titles", question: "questions", opening: "openings", own: "own queries" };
+const SYSTEMS = { bm25: "words", model: "vectors of the run's model", encoder: "vectors of the encoder", fused: "words and vectors" };
+const KINDS = { title: "titles", asked: "titles asked for", question: "questions", opening: "openings", own: "own queries" };
 //: Means over fewer queries than this say nothing (MIN_REPORTED in evaluate.py).
 const MIN_REPORTED = 5;
 
@@ -70,9 +70,9 @@ export function start(about, begin, open) {
   if (evaluation) {
     for (const [kind, { reported, systems }] of Object.entries(evaluation.kinds)) {
       if (reported < MIN_REPORTED) continue;
-      const [bm25, fused] = ["bm25", "fused"].map((name) => systems[name].ndcg_at_10);
-      tiles.push([`nDCG@10, ${KINDS[kind]}`, systems[evaluation.default].ndcg_at_10.toFixed(3),
-        `words ${bm25.toFixed(3)}, with vectors ${fused.toFixed(3)}`]);
+      // An index without vectors has words alone.
+      const best = systems.fused || systems.bm25;
+      tiles.push([`nDCG@10, ${KINDS[kind]}`, best.ndcg_at_10.toFixed(3), `words ${systems.bm25.ndcg_at_10.toFixed(3)}`]);
     }
   }
   return make("div", { className: "start" },
