@@ -48,6 +48,9 @@ ENCODER_SHARE = 0.85
 #: What a share's squared distance from that costs, in nDCG@10 summed over the questions [fitted: on
 #: the same corpora, by drawing 10 to 100 of the questions to choose on].
 PRIOR_STRENGTH = 20
+#: Queries that have to differ before a gain is certain: of fewer that all gain, a two-sided sign
+#: test says that they do so by chance in more than 5 % of cases (2 / 2**6 = 3 %).
+MIN_DIFFERENT_QUERIES = 6
 #: Kinds of queries that people wrote to ask something.
 ASKED_KINDS = ("question", "own")
 
@@ -102,8 +105,18 @@ def choose_words(
         measured.append(_choose_bm25(ranking))
     _, usual_Q = measured[0]
     best, best_Q = max(measured, key=lambda choice: choice[1].mean())
-    low, _ = bootstrap_interval(best_Q - usual_Q, seed=seed)
-    return best if low > 0 else usual
+    return best if is_certain_gain(best_Q - usual_Q, seed) else usual
+
+
+def is_certain_gain(differences_Q: Floats, seed: int) -> bool:
+    """Return whether a gain in nDCG@10 by query is above 0 for certain.
+
+    The interval of very few queries has no width, so that these alone make nothing certain.
+    """
+    if np.count_nonzero(differences_Q) < MIN_DIFFERENT_QUERIES:
+        return False
+    low, _ = bootstrap_interval(differences_Q, seed=seed)
+    return low > 0
 
 
 class _WordRanking:
@@ -247,9 +260,9 @@ class _Measured:
         weights_WV = np.stack([_weights_of(mix, self._voices) for mix in mixes])
         return measure_mixes(self._queries, weights_WV)
 
-    def interval(self, differences_Q: Floats) -> tuple[float, float]:
-        """Return the 95 % interval of a mean."""
-        return bootstrap_interval(differences_Q, seed=self._seed)
+    def is_certain_gain(self, differences_Q: Floats) -> bool:
+        """Return whether the mean of differences is above 0 for certain."""
+        return is_certain_gain(differences_Q, self._seed)
 
 
 def _choose_encoder_share(measured: _Measured, is_asked: npt.NDArray[np.bool_]) -> Mix:
@@ -260,8 +273,7 @@ def _choose_encoder_share(measured: _Measured, is_asked: npt.NDArray[np.bool_]) 
     quality_WQ = measured.ndcg(mixes)
     cost_W = PRIOR_STRENGTH * (np.array(shares) - ENCODER_SHARE) ** 2
     best = int((quality_WQ[:, is_asked].sum(axis=1) - cost_W).argmax())
-    _, high = measured.interval(quality_WQ[best] - measured.words_Q)
-    if high < 0:
+    if measured.is_certain_gain(measured.words_Q - quality_WQ[best]):
         best = int(quality_WQ.mean(axis=1).argmax())
     return mixes[best]
 
@@ -275,8 +287,7 @@ def _add_own_vectors(measured: _Measured, mix: Mix, counted_Q: npt.NDArray[np.bo
     mixes = [_add_voice(mix, "model", share) for share in shares]
     gain_WQ = (measured.ndcg(mixes) - measured.ndcg([mix]))[:, counted_Q]
     best = int(gain_WQ.mean(axis=1).argmax())
-    low, _ = measured.interval(gain_WQ[best])
-    return mixes[best] if low > 0 else mix
+    return mixes[best] if measured.is_certain_gain(gain_WQ[best]) else mix
 
 
 def _add_voice(mix: Mix, voice: Voice, share: float) -> Mix:
