@@ -130,10 +130,17 @@ def test_passages_are_embedded_by_numpy_where_torch_is_not_installed(monkeypatch
 
 @pytest.mark.parametrize(
     "modes",
-    [["cls"], ["mean"], ["max"], ["mean_sqrt_len_tokens"], ["weightedmean"], ["lasttoken"],
-     ["cls", "max"]],
+    [
+        ["cls"],
+        ["mean"],
+        ["max"],
+        ["mean_sqrt_len_tokens"],
+        ["weightedmean"],
+        ["lasttoken"],
+        ["cls", "max"],
+    ],
     ids="+".join,
-)  # fmt: skip
+)
 def test_pooling_is_done_as_its_file_has_it(modes, tmp_path):
     model = write_bert(tmp_path, pooling={"embedding_dimension": 24, "pooling_mode": modes})
     vectors = open_encoder(tmp_path).queries(["the socket"])

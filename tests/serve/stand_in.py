@@ -100,9 +100,10 @@ def stand_in() -> Iterator[StandIn]:
 
         def drip(self) -> None:
             try:
-                while not state.released.wait(0.01):
+                while not state.released.is_set():
                     self.wfile.write(b" ")
                     self.wfile.flush()
+                    state.released.wait(0.01)
             except OSError:
                 pass
             self.close_connection = True

@@ -152,7 +152,7 @@ def _download(url: str, path: Path, expected: str) -> str | None:
     try:
         # Of its own, as urlopen keeps for ever what the environment's proxies were at first.
         opener = urllib.request.build_opener()
-        with opener.open(url, timeout=_TIMEOUT_S) as answer, open(path, "wb") as file:
+        with opener.open(url, timeout=_TIMEOUT_S) as answer, open(path, "xb") as file:
             while chunk := answer.read(_CHUNK_BYTES):
                 digest.update(chunk)
                 file.write(chunk)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from farspan.domain.own_files import open_own
 from farspan.domain.problems import Refusal
 from farspan.retrieval.encoders.encoder import scale_to_unit
 from farspan.retrieval.encoders.tensors import Floats, read_tensors
@@ -54,7 +55,7 @@ class QueryTable:
 
     def save(self, path: Path) -> None:
         """Write the table as a safetensors file, rows in 16 bits."""
-        from safetensors.numpy import save_file
+        from safetensors.numpy import save
 
         tokenizer = self._tokenizer.to_str().encode()
         tensors: dict[str, npt.NDArray[Any]] = {
@@ -63,7 +64,8 @@ class QueryTable:
             _BIAS: self._bias_E,
             _TOKENIZER: np.frombuffer(tokenizer, np.uint8),
         }
-        save_file(tensors, path)
+        with open_own(path, "wb") as file:
+            file.write(save(tensors))
 
     @classmethod
     def load(cls, path: Path) -> QueryTable:
