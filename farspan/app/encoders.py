@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 #: The share of the documents that are to be in a language that the encoder reads.
 MIN_READABLE = 0.5
 #: Documents whose language is looked at.
-MAX_LOOKED_AT = 1000
+MAX_SAMPLED_DOCUMENTS = 1000
 
 
 class ReadyEncoder(NamedTuple):
@@ -42,31 +42,45 @@ def choose_encoder(
 
     if spec == "own":
         return ReadyEncoder()
-    if spec == "auto" and known is not None:
+    if known is not None and (spec == "auto" or _is_gone(spec, known)):
         encoder = find_known_encoder(known)
         if encoder is None:
             return _missing_encoder(known)
         return _as_voice(encoder)
-    found = find_encoder(spec, fetch=spec == "minilm")
-    if isinstance(found, NotFound):
+    sought = find_encoder(spec, fetch=spec == "minilm")
+    if isinstance(sought, NotFound):
         if spec != "auto":
             raise Refusal(
                 "encoder-missing",
                 what=f"the encoder {spec} cannot be had",
                 where="index.encoder",
-                fact=found.reason,
-                remedy=found.remedy,
+                fact=sought.reason,
+                remedy=sought.remedy,
                 key="index.encoder",
             )
-        report(f"no ready encoder is on this machine; one would find more: {found.remedy}")
-        return ReadyEncoder(why_none=found.reason)
+        report(f"no ready encoder is on this machine; one would find more: {sought.remedy}")
+        return ReadyEncoder(why_none=sought.reason)
     if spec == "auto":
-        share = _share_in(found.languages, texts)
+        share = _share_in(sought.languages, texts)
         if share < MIN_READABLE:
-            why = f"{found.name} reads {', '.join(found.languages)}, and {share:.0%} of the text is"
+            why = (
+                f"{sought.name} reads {', '.join(sought.languages)}, and {share:.0%} of the text is"
+            )
             report(f"the encoder is left out: {why}")
             return ReadyEncoder(why_none=why)
-    return _as_voice(found)
+    return _as_voice(sought)
+
+
+def _is_gone(spec: str, known: EncoderIdentity) -> bool:
+    """Return whether `spec` is the folder of a known encoder, which is not there any more."""
+    folder = Path(spec).expanduser()
+    return not folder.exists() and str(folder.resolve()) == known.folder
+
+
+def _is_gone(spec: str, known: EncoderIdentity) -> bool:
+    """Return whether `spec` is the folder of a known encoder, which is not there any more."""
+    folder = Path(spec).expanduser()
+    return not folder.exists() and str(folder.resolve()) == known.folder
 
 
 def find_known_encoder(identity: EncoderIdentity) -> Encoder | None:
@@ -78,10 +92,10 @@ def find_known_encoder(identity: EncoderIdentity) -> Encoder | None:
     if folder.is_dir():
         with suppress(Refusal):
             return open_encoder(folder, identity.id)
-    found = find_encoder("auto", fetch=False)
-    if isinstance(found, NotFound) or found.id != identity.id:
+    sought = find_encoder("auto", fetch=False)
+    if isinstance(sought, NotFound) or sought.id != identity.id:
         return None
-    return found
+    return sought
 
 
 def _as_voice(encoder: Encoder) -> ReadyEncoder:
@@ -107,6 +121,6 @@ def _share_in(languages: Sequence[str], texts: Sequence[str]) -> float:
         return 1.0
     from farspan.retrieval.words import detect_languages
 
-    step = len(texts) // MAX_LOOKED_AT + 1
+    step = len(texts) // MAX_SAMPLED_DOCUMENTS + 1
     counts = Counter(detect_languages(texts[::step]))
     return sum(counts[language] for language in languages) / counts.total()

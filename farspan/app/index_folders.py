@@ -11,10 +11,21 @@ from farspan.domain.config import IndexConfig, IndexFolderConfig
 from farspan.domain.escapes import shell_word
 from farspan.domain.index_folder import INDEX_CONFIG, INDEXES, IndexFolder
 from farspan.domain.problems import Refusal, command
+from farspan.domain.run import RunFolder
 from farspan.domain.struct_files import load_yaml, write_atomically
 
 #: Names of folders are kept as short as those of runs.
 MAX_NAME_CHARS = 60
+
+
+#: What has an index: a run, or a folder of its own.
+IndexHome = RunFolder | IndexFolder
+
+
+def open_home(path: Path) -> IndexHome:
+    """Return the run, or the folder of an index, at `path`. Refuses (not-a-run) others."""
+    folder = IndexFolder(path)
+    return folder if folder.config.is_file() else RunFolder.existing(path)
 
 
 def make_index_folder(
@@ -22,7 +33,7 @@ def make_index_folder(
 ) -> IndexFolder:
     """Return the index folder of a source, made if need be; `source` may be such a folder itself.
 
-    What is given beside the source is kept in index.yaml. Raises Refusal (path-missing) for a
+    What else is given is kept in index.yaml. Raises Refusal (path-missing) for a
     source that is not there, and (run-exists) for a folder of another text.
     """
     given = IndexFolder(Path(source).expanduser())
@@ -91,7 +102,7 @@ def _folder_for(source: str) -> Path:
 def _with_choices(
     config: IndexFolderConfig, encoder: str | None, store: str | None
 ) -> IndexFolderConfig:
-    """Return the configuration with what the command line says of the index."""
+    """Return the configuration with the options of the command line."""
     index: IndexConfig = config.index
     if encoder is not None:
         folder = Path(encoder).expanduser()

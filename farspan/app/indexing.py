@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from farspan.app.encoders import ReadyEncoder, choose_encoder, find_known_encoder
+from farspan.app.index_folders import IndexHome
 from farspan.app.updates import Ended, Note, Progress, ignore_update, note_reporter
 from farspan.domain.config import DataConfig, IndexConfig, IndexFolderConfig, RunConfig
 from farspan.domain.corpus import CorpusManifest, copies_line
@@ -42,9 +43,6 @@ if TYPE_CHECKING:
 Device = Literal["auto", "cpu", "cuda", "mps"]
 #: A longer query is no question; words of a megabyte would take seconds to look up.
 MAX_QUERY_CHARS = 10_000
-
-#: What has an index: a run, or a folder of its own.
-IndexHome = RunFolder | IndexFolder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,12 +73,6 @@ def data_config(home: IndexHome) -> DataConfig:
 def rebuild(home: IndexHome, *options: object) -> str:
     """Return the command that brings an index up to its text."""
     return command("index" if isinstance(home, IndexFolder) else "embed", home.path, *options)
-
-
-def open_home(path: Path) -> IndexHome:
-    """Return the run, or the folder of an index, at `path`. Refuses (not-a-run) others."""
-    folder = IndexFolder(path)
-    return folder if folder.config.is_file() else RunFolder.existing(path)
 
 
 def update_index(
@@ -139,23 +131,28 @@ def update_index(
             store=store or asked.store,
             evaluate=evaluate,
         )
+        limit_s = fit_s(asked)
+        models = HomeModels(home, progress)
+        train = text.train
+        fingerprint = text.fingerprint
+        identity = ready.identity
         task = Task(
             path=home.index,
             documents=documents,
-            train=text.train,
+            train=train,
             copies=copies,
             voices=voices,
             origin=origin,
-            encoder=ready.identity,
+            encoder=identity,
             no_encoder=ready.why_none,
             recipe=recipe,
             write_line=report,
             work=work,
-            source=text.fingerprint,
+            source=fingerprint,
             refit=tune,
             own=own_queries,
-            fit_s=fit_s(asked),
-            models=HomeModels(home, progress),
+            fit_s=limit_s,
+            models=models,
         )
         manifest = build(task)
     if work.kept:
@@ -171,7 +168,7 @@ def update_index(
 
 
 def _passage_tokens(ready: ReadyEncoder, before: IndexManifest | None) -> int:
-    """Return the word pieces of a passage: more where an encoder embeds it that reads so many."""
+    """Return the word pieces of a passage: more where an encoder reads it."""
     from farspan.retrieval.index import ENCODER_PASSAGE_TOKENS, PASSAGE_TOKENS
 
     if ready.identity is None:

@@ -19,7 +19,7 @@ from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.struct_files import load, load_yaml
 
 if TYPE_CHECKING:
-    from farspan.app.indexing import IndexHome
+    from farspan.app.index_folders import IndexHome
     from farspan.retrieval.cited_answer import CitedAnswer
     from farspan.retrieval.llm_endpoint import Endpoint
     from farspan.retrieval.serve.run_searcher import IndexSearcher

@@ -171,12 +171,14 @@ def find_run(given: argparse.Namespace, console: Console) -> RunFolder:
 def find_home(given: argparse.Namespace, console: Console) -> RunFolder | IndexFolder:
     """Return the run or the index folder that was named, or print and return the one whose index is
     the newest under `runs/` and `indexes/`; the newest run where there is no index."""
-    from farspan.app.indexing import open_home
+    from farspan.app.index_folders import open_home
 
     named = given.run if given.run_option is None else given.run_option
     if named is None:
         places = [Path("runs"), INDEXES]
-        manifests = [path for place in places for path in place.glob("*/index/index.json")]
+        manifests = list[Path]()
+        for place in places:
+            manifests += place.glob("*/index/index.json")
         if not manifests:
             return find_run(given, console)
         newest = max(manifests, key=lambda path: path.stat().st_mtime)

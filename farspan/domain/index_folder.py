@@ -1,4 +1,4 @@
-"""A folder of an index that belongs to no run: `index.yaml` says of what text, `index/` is the
+"""A folder of an index that belongs to no run: `index.yaml` names its text, `index/` is the
 index."""
 
 from __future__ import annotations

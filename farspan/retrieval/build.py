@@ -311,29 +311,38 @@ def _manifest_of(
         dim = fitted.voices[voice.name].dim
         sets[voice.name] = VectorSet(dim=dim, store=recipe.store, table=table)
     copies = task.known_copies()
-    return IndexManifest(
+    num_documents = len(chunked.documents)
+    num_chunks = len(chunked.chunks)
+    fitted_chunks = int(fitted.fitted.sum())
+    fields = _filter_fields(chunked.documents)
+    files = content_hash(_identities(task), recipe, corpus, fitted.fit)
+    evaluation = fitted.evaluation
+    manifest = IndexManifest(
         recipe=recipe,
         corpus=corpus,
         source=task.source,
-        documents=len(chunked.documents),
-        chunks=len(chunked.chunks),
-        near_copies=copies.near,
-        exact_copies=copies.exact,
+        documents=num_documents,
+        chunks=num_chunks,
         lexical=fitted.lexical,
         sets=sets,
         origin=task.origin,
         encoder=task.encoder,
-        no_encoder=task.no_encoder,
         fit=fitted.fit,
-        fitted_chunks=int(fitted.fitted.sum()),
-        fields=_filter_fields(chunked.documents),
-        evaluation=fitted.evaluation,
-        files=content_hash(_identities(task), recipe, corpus, fitted.fit),
+        fitted_chunks=fitted_chunks,
+        fields=fields,
+        evaluation=evaluation,
+        files=files,
+    )
+    return msgspec.structs.replace(
+        manifest,
+        near_copies=copies.near,
+        exact_copies=copies.exact,
+        no_encoder=task.no_encoder,
     )
 
 
 def _vectors_id(voice: VoiceModel, fit: Fit) -> str:
-    """Return what vectors of a voice depend on: a ready encoder's on no fit."""
+    """Return the hash that vectors of a voice depend on: a ready encoder's on no fit."""
     return fit.id if voice.name == "own" else voice.identity
 
 
@@ -459,7 +468,14 @@ def _fit(task: Task, chunked: Chunked, corpus: str, old: Index | None) -> Fitted
     if lexical is None:
         num_passages = counted(len(chunks), "passage")
         task.write_line(f"indexing {counted(num_documents, 'document')} in {num_passages}")
-    text = mine_evaluation(task, chunks)
+    text = mine_evaluation(
+        task.documents,
+        chunks,
+        train=task.train,
+        copies=task.known_copies(),
+        own=task.own,
+        seed=recipe.seed,
+    )
     bodies = Bodies(text.bodies, chunked.languages)
     if lexical is None:
         tuning = text.queries.tuning if recipe.evaluate else []

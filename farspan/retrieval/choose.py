@@ -13,6 +13,7 @@ Shapes: Q queries, C candidates of a query, V voices, W mixes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import msgspec
@@ -160,7 +161,7 @@ def _sample_documents(
 ) -> tuple[list[int], list[Query]]:
     """Return at most MAX_COMPARED_DOCUMENTS documents, all that answer among them, and the queries
     with these documents' places in the sample."""
-    answers = sorted({row for query in tuning for row in query.relevant})
+    answers = sorted(set(chain.from_iterable(query.relevant for query in tuning)))
     others = np.setdiff1d(np.arange(count), answers)
     room = max(MAX_COMPARED_DOCUMENTS - len(answers), 0)
     drawn = np.random.default_rng(seed).permutation(others)[:room].tolist()
@@ -266,8 +267,8 @@ class _Measured:
 
 
 def _choose_encoder_share(measured: _Measured, is_asked: npt.NDArray[np.bool_]) -> Mix:
-    """Return words and the encoder, the share being that of other corpora unless questions of this
-    one say otherwise; where that is worse than words for certain, the best share of all queries."""
+    """Return words and the encoder with the share of other corpora, or the one that questions of
+    this corpus choose; where that is worse than words for certain, the best of all queries."""
     shares = [step / WEIGHT_STEPS for step in range(WEIGHT_STEPS + 1)]
     mixes = [_add_voice(WORDS_ALONE, "encoder", share) for share in shares]
     quality_WQ = measured.ndcg(mixes)
@@ -291,7 +292,7 @@ def _add_own_vectors(measured: _Measured, mix: Mix, counted_Q: npt.NDArray[np.bo
 
 
 def _add_voice(mix: Mix, voice: Voice, share: float) -> Mix:
-    """Return a mix of which the voice is `share`, and the others the rest in their proportions."""
+    """Return a mix in which the voice has `share`, and the others the rest in their proportions."""
     weights = {name: weight * (1 - share) for name, weight in mix.weights.items()}
     return Mix(**({"bm25": 0.0} | weights | {voice: share}))
 

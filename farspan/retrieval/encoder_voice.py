@@ -70,7 +70,7 @@ class EncoderModel:
         changed = text.changed(chunks)
         if changed:
             places = np.searchsorted(text.candidates, changed)
-            changed_texts = [text.found[row] for row in changed]
+            changed_texts = [text.texts[row] for row in changed]
             candidates_CE[places] = self.encoder.passages(changed_texts, task.work)
 
         titles = [
@@ -108,14 +108,14 @@ class EncoderModel:
         """Return the table that stands in for the encoder; a static encoder is one itself."""
         if isinstance(self.encoder, StaticEncoder):
             return None
-        found_texts = [text.found[row] for row in text.candidates]
-        num_texts = min(max(TEXTS_PER_PASSAGE * len(found_texts), MIN_TEXTS), TEXTS)
-        languages = Counter(detect_languages(found_texts[:MAX_LOOKED_AT]))
+        candidate_texts = [text.texts[row] for row in text.candidates]
+        num_texts = min(max(TEXTS_PER_PASSAGE * len(candidate_texts), MIN_TEXTS), TEXTS)
+        languages = Counter(detect_languages(candidate_texts[:MAX_LOOKED_AT]))
         is_english = languages["en"] > languages.total() / 2
         task.write_line(f"fitting a table of queries to {num_texts:,} short texts")
         return distill_query_table(
             self.encoder,
-            found_texts,
+            candidate_texts,
             titles,
             task.work,
             texts=num_texts,

@@ -316,13 +316,17 @@ def format_evaluation(evaluation: Evaluation, lexical: LexicalChoice) -> str:
             tuned.append(_count_queries(measured.tuning, kind))
     documents = counted(evaluation.documents, "document")
     with_body = f"{evaluation.with_body:,}"
+    tuned_on = join_words(tuned) or "no queries"
+    default = describe_mix(evaluation.choice.mix)
+    evidence = explain_choice(evaluation.choice)
+    words = format_lexical(lexical)
     lines += [
         f"title queries: the titles of {join_words(sources)}, split at separators",
         f"candidates: {documents} without the text of the query, {with_body} of them not empty",
         *copies,
-        f"tuned on {join_words(tuned) or 'no queries'}, none of them above",
-        f"words: {format_lexical(lexical)}",
-        f"default: {describe_mix(evaluation.choice.mix)}; {explain_choice(evaluation.choice)}",
+        f"tuned on {tuned_on}, none of them above",
+        f"words: {words}",
+        f"default: {default}; {evidence}",
     ]
     if evaluation.table_choice is not None:
         choice = evaluation.table_choice
@@ -343,7 +347,7 @@ def _count_queries(number: int, kind: Kind) -> str:
 
 
 def describe_mix(mix: Mix) -> str:
-    """Return what ranks documents, with the weights of voices."""
+    """Return the name of a mix, with the weights of its voices."""
     first, *others = mix.voices
     return f"{SYSTEM_NAMES['fused']}, {mix}" if others else SYSTEM_NAMES[first]
 

@@ -13,12 +13,13 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from farspan.corpus.distinct_texts import Copies
 from farspan.domain.corpus import Document
 from farspan.retrieval.chunk import Chunk, head_length
 from farspan.retrieval.hybrid_ranking import query_form
-from farspan.retrieval.index_task import Task
 from farspan.retrieval.queries import (
     Queries,
+    Query,
     body_of,
     body_of_chunk,
     choose_queries,
@@ -37,14 +38,14 @@ class EvaluationText:
     queries: Queries
     #: Texts of documents, and of chunks; a chunk that is only a head has an empty one.
     bodies: list[str]
-    found: list[str]
+    texts: list[str]
     fitted_rows: list[int]
     passages: list[str]
 
     @cached_property
     def candidates(self) -> list[int]:
         """The chunks with text to be found by."""
-        return [row for row, text in enumerate(self.found) if text.strip()]
+        return [row for row, text in enumerate(self.texts) if text.strip()]
 
     def owners(self, chunks: Sequence[Chunk]) -> npt.NDArray[np.int64]:
         """Return the document of each candidate."""
@@ -52,7 +53,7 @@ class EvaluationText:
 
     def changed(self, chunks: Sequence[Chunk]) -> list[int]:
         """Return the candidates whose text is not what the index holds of them."""
-        return [row for row in self.candidates if self.found[row] != chunks[row].indexed]
+        return [row for row in self.candidates if self.texts[row] != chunks[row].indexed]
 
     @property
     def reported(self) -> list[str]:
@@ -65,26 +66,31 @@ class EvaluationText:
         return [query_form(query.text) for query in self.queries.tuning]
 
 
-def mine_evaluation(task: Task, chunks: Sequence[Chunk]) -> EvaluationText:
-    """Choose queries from a task's documents, and what these are found by."""
-    documents = task.documents
-    copies = task.known_copies()
+def mine_evaluation(
+    documents: Sequence[Document],
+    chunks: Sequence[Chunk],
+    *,
+    train: int,
+    copies: Copies,
+    own: Sequence[Query],
+    seed: int,
+) -> EvaluationText:
+    """Choose queries from documents, the first `train` of the training split, and what these are
+    found by. `own` are a person's queries."""
     bodies = [body_of(document) for document in documents]
-    queries = choose_queries(
-        documents, bodies, task.train, task.recipe.seed, own=task.own, copies=copies
-    )
+    queries = choose_queries(documents, bodies, train, seed, own=own, copies=copies)
     questions = [question_lines(document) for document in documents]
     asked = queries.relevant
     whole = [_text_in_index(document) for document in documents]
     found_bodies = [bodies[row] if row in asked else text for row, text in enumerate(whole)]
     heads = [head_length(document) for document in documents]
-    found = []
+    texts = []
     fitted_rows = []
     passages = []
     for row, chunk in enumerate(chunks):
         number = chunk.document
         body = body_of_chunk(chunk, heads[number], questions[number])
-        found.append(body if number in asked else chunk.indexed)
+        texts.append(body if number in asked else chunk.indexed)
         if number < copies.kept and body.strip():
             fitted_rows.append(row)
             passages.append(body)
@@ -92,7 +98,7 @@ def mine_evaluation(task: Task, chunks: Sequence[Chunk]) -> EvaluationText:
         # Documents of a line each: there is nothing but their heads.
         fitted_rows = [row for row, chunk in enumerate(chunks) if chunk.document < copies.kept]
         passages = [chunks[row].indexed for row in fitted_rows]
-    return EvaluationText(queries, found_bodies, found, fitted_rows, passages)
+    return EvaluationText(queries, found_bodies, texts, fitted_rows, passages)
 
 
 def _text_in_index(document: Document) -> str:

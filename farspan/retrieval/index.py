@@ -193,12 +193,12 @@ class IndexManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def best_set(self) -> SetName | None:
-        """The set whose vectors say best what passages are alike; None without any."""
-        names: tuple[SetName, ...] = ("encoder", "own")
-        return next((name for name in names if name in self.sets), None)
+        """The set with the best vectors for likeness of passages; None without any."""
+        best_first: tuple[SetName, ...] = ("encoder", "own")
+        return next((name for name in best_first if name in self.sets), None)
 
     def about(self, name: SetName) -> IndexFingerprint:
-        """Return what made the vectors of a set."""
+        """Return the fingerprint of the vectors of a set."""
         dim = self.sets[name].dim
         if name == ENCODER_VECTORS:
             assert self.encoder is not None

@@ -42,7 +42,7 @@ class FittedVoice(Protocol):
         """Return the unit vectors (N, E) of chunks."""
 
     def sides(self) -> dict[SideName, SideVectors]:
-        """Return what an evaluation compares; called once, after a fit."""
+        """Return the vectors that an evaluation compares; called once, after a fit."""
 
     def save(self, files: Path) -> None:
         """Write what searches need of it into the index's folder."""

@@ -68,9 +68,9 @@ class OwnModel:
         measured = recipe.evaluate and bool(text.queries.reported)
         asked = [*text.reported, *text.tuning] if measured else []
         changed = text.changed(chunks) if measured else []
-        lone = [row for row in changed if text.found[row] != fitted.get(row)]
+        lone = [row for row in changed if text.texts[row] != fitted.get(row)]
         texts = [*text.passages, *(chunks[row].indexed for row in indexed)]
-        texts += [text.found[row] for row in lone]
+        texts += [text.texts[row] for row in lone]
 
         to_embed = [*texts, *pairs.asked, *asked]
         task.work.add_expected("embedding", sum(map(len, to_embed)))
@@ -90,18 +90,18 @@ class OwnModel:
         embedder = start.fitted(fitted_to, belonging, pairs, recipe.fit, task.fit_s)
 
         # The number in `texts` of what the index holds of each chunk, and of what is found of it.
-        held = dict(place)
-        held |= {row: len(text.passages) + number for number, row in enumerate(indexed)}
+        indexed_at = dict(place)
+        indexed_at |= {row: len(text.passages) + number for number, row in enumerate(indexed)}
         sides: dict[SideName, SideVectors] = {}
         if measured:
-            found = dict(held)
-            found |= {row: place[row] for row in changed if row in place}
-            found |= {row: len(texts) - len(lone) + number for number, row in enumerate(lone)}
-            candidates = read.select([found[row] for row in text.candidates])
+            found_at = dict(indexed_at)
+            found_at |= {row: place[row] for row in changed if row in place}
+            found_at |= {row: len(texts) - len(lone) + number for number, row in enumerate(lone)}
+            candidates = read.select([found_at[row] for row in text.candidates])
             no_steps = msgspec.structs.replace(recipe.fit, steps=0)
             untuned = start.fitted(fitted_to, belonging, pairs, no_steps)
             sides = sides_of({"untuned": untuned, "model": embedder}, candidates, text)
-        passages = read.select([held[row] for row in range(len(chunks))])
+        passages = read.select([indexed_at[row] for row in range(len(chunks))])
         vectors_NE = embedder.vectors(passages, "passage")
         return _OwnVoice(embedder, vectors_NE, sides)
 

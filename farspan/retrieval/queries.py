@@ -219,7 +219,7 @@ def choose_queries(
 
 def _names_its_text(document: Document, body: str) -> bool:
     """Return False for a title that nobody would ask for: the place of a row without one, or a
-    file's name with a number, such as `IMG_2041`, of which no word is in the text."""
+    file's name with a number, such as `IMG_2041`, with no word that the text has."""
     if is_called_by_place(document):
         return False
     is_numbered = any(map(str.isdigit, document.title))

@@ -208,8 +208,8 @@ class RankingBy(NamedTuple):
 
 
 def choose_ranking(index: Index, system: System | None, known: bool) -> RankingBy:
-    """Return what ranks documents: the system that was asked for, else what was chosen on tuning
-    queries, of what is there.
+    """Return the ranking of a query: the system that was asked for, else what was chosen on tuning
+    queries, as far as it is there.
 
     `known`: whether the index has any word of the query. Raises Refusal (usage) for a system whose
     vectors the index lacks, and (no-index) for a run with another model.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from farspan.retrieval.bm25 import K1, B
 from farspan.retrieval.choose import (
-    ENCODER_SHARES,
+    ENCODER_SHARE,
     Bodies,
     LexicalChoice,
     MixChoice,
@@ -222,28 +222,27 @@ def test_scores_of_mixes_are_those_of_a_plain_loop():
             assert found[number, column] == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("embeds", ["encoder", "table"])
-def test_encoder_has_its_usual_share_where_no_question_says_otherwise(embeds):
+def test_encoder_has_its_usual_share_where_no_question_says_otherwise():
     """Titles, which words find as well, do not move it."""
     queries = [scored(RIGHT, RIGHT) for _ in range(40)]
-    chosen = choose_mix(queries, ["title"] * 40, ("bm25", "encoder"), embeds, 0)
-    assert chosen.mix.encoder == pytest.approx(ENCODER_SHARES[embeds])
+    chosen = choose_mix(queries, ["title"] * 40, ("bm25", "encoder"), 0)
+    assert chosen.mix.encoder == pytest.approx(ENCODER_SHARE)
     assert (chosen.gain, chosen.interval) == (0, (0, 0))
 
 
 def test_few_questions_move_the_share_little_and_many_move_it_far():
     """Words find every question, the encoder puts another document before it from a share on."""
     questions = [scored([3, 0, *[1] * 8], [1, 3, *[2] * 8]) for _ in range(200)]
-    few = choose_mix(questions[:1], ["question"], ("bm25", "encoder"), "encoder", 0)
-    many = choose_mix(questions, ["question"] * 200, ("bm25", "encoder"), "encoder", 0)
-    assert many.mix.encoder < few.mix.encoder <= ENCODER_SHARES["encoder"]
+    few = choose_mix(questions[:1], ["question"], ("bm25", "encoder"), 0)
+    many = choose_mix(questions, ["question"] * 200, ("bm25", "encoder"), 0)
+    assert many.mix.encoder < few.mix.encoder <= ENCODER_SHARE
     assert many.gain == 0, "words find them all"
 
 
 def test_encoder_that_is_worse_for_certain_is_refused_by_titles_too():
     queries = [scored(RIGHT, LOST) for _ in range(60)]
-    chosen = choose_mix(queries, ["title"] * 60, ("bm25", "encoder"), "encoder", 0)
-    assert chosen.gain == 0 and chosen.mix.encoder < ENCODER_SHARES["encoder"] / 2
+    chosen = choose_mix(queries, ["title"] * 60, ("bm25", "encoder"), 0)
+    assert chosen.gain == 0 and chosen.mix.encoder < ENCODER_SHARE / 2
 
 
 @pytest.mark.parametrize("kind", ["title", "question"])
@@ -254,7 +253,7 @@ def test_own_vectors_stay_only_where_they_find_more_for_certain(kind):
     voices = ("bm25", "model")
 
     def chosen(queries) -> MixChoice:
-        return choose_mix(queries, [kind] * len(queries), voices, "encoder", 0)
+        return choose_mix(queries, [kind] * len(queries), voices, 0)
 
     assert chosen(better).mix.model > 0 and chosen(better).interval[0] > 0
     assert chosen(worse).mix == chosen(alike).mix == WORDS_ALONE
@@ -266,7 +265,7 @@ def test_beside_an_encoder_titles_say_nothing_of_own_vectors():
     """They were fitted to such pairs."""
     queries = [scored(WRONG, WRONG, RIGHT) for _ in range(40)]
     voices = ("bm25", "encoder", "model")
-    titles = choose_mix(queries, ["title"] * 40, voices, "encoder", 0)
-    asked = choose_mix(queries, ["question"] * 40, voices, "encoder", 0)
+    titles = choose_mix(queries, ["title"] * 40, voices, 0)
+    asked = choose_mix(queries, ["question"] * 40, voices, 0)
     assert titles.mix.model == 0 and titles.mix.encoder > 0
     assert asked.mix.model > 0 and asked.interval[0] > 0

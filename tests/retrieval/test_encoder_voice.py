@@ -3,7 +3,6 @@ encoder that is gone or changed is never mixed with another."""
 
 from __future__ import annotations
 
-import functools
 import random
 import shutil
 from collections.abc import Iterator, Sequence
@@ -91,9 +90,9 @@ class Here(NoModels):
 @pytest.fixture(scope="module", autouse=True)
 def small_tables() -> Iterator[None]:
     """Tables of queries are fitted to few texts: their quality is not what is tested here."""
-    fit = encoder_voice.distill_query_table
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encoder_voice, "distill_query_table", functools.partial(fit, texts=200))
+        patch.setattr(encoder_voice, "MIN_TEXTS", 200)
+        patch.setattr(encoder_voice, "TEXTS_PER_PASSAGE", 1)
         yield
 
 
@@ -256,7 +255,7 @@ def test_only_new_passages_are_embedded(path: Path, encoder: Encoder):
     after = make(path, counting, documents, lines=lines)
     texts = [f"{document.title}\n{document.text}" for document in (NEW, changed)]
     assert counting.passages_of == texts
-    assert lines[0] == "3 documents new or changed, 4 gone: 2 new passages"
+    assert lines[0] == "3 documents new or changed, 3 gone: 2 new passages"
     assert (after.fit, after.evaluation, after.lexical) == (
         before.fit,
         before.evaluation,
@@ -454,20 +453,41 @@ def test_damaged_files_of_vectors_are_refused_with_the_command(path: Path, name:
             case 3:
                 changed = content[:6] + b"999999999" + content[15:]
         file.write_bytes(changed)
-        assert refusal_of(path) == ("no-index", "farspan index X"), damage
-    file.unlink()
-    assert refusal_of(path) == ("no-index", "farspan index X")
+        assert refusal_of(path) == ("no-index", rebuilding(path)), damage
+
+
+def test_covariance_that_is_not_there_is_refused_with_the_command(path: Path):
+    next(path.rglob("covariance-encoder.npy")).unlink()
+    assert refusal_of(path) == ("no-index", rebuilding(path))
+
+
+def test_without_encoder_and_table_words_answer(path: Path):
+    """A static encoder has no table."""
+    next(path.rglob("queries.safetensors")).unlink()
+    index = opened(path)
+    WithChoice(index, MIX, TABLE_MIX)
+    answer = search(index, "how do i open a file", 5)
+    assert (answer.system, answer.voices, answer.by_table) == ("bm25", ("bm25",), False)
+    with pytest.raises(Refusal, match="the encoder is not on this machine"):
+        search(index, "how do i open a file", 5, "encoder")
+    index.close()
 
 
 @pytest.mark.parametrize("shape", [(5, 5), (24,), (24, 24)])
 def test_covariance_of_other_vectors_is_refused(path: Path, shape: tuple[int, ...]):
     values = np.full(shape, np.nan, np.float32) if shape == (24, 24) else np.ones(shape)
     np.save(next(path.rglob("covariance-encoder.npy")), values)
-    assert refusal_of(path) == ("no-index", "farspan index X")
+    assert refusal_of(path) == ("no-index", rebuilding(path))
+
+
+def rebuilding(path: Path) -> str:
+    """The command that mends a damaged index of a text."""
+    return f"rm -r {path} && farspan index {path.parent}"
 
 
 def refusal_of(path: Path) -> tuple[str, str]:
     """The code and the remedy of a search without the encoder."""
+    (path.parent / "index.yaml").write_text("data: docs\n")
     with pytest.raises(Refusal) as refused:
         index = opened(path)
         try:

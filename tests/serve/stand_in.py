@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -103,7 +104,7 @@ def stand_in() -> Iterator[StandIn]:
                 while not state.released.is_set():
                     self.wfile.write(b" ")
                     self.wfile.flush()
-                    state.released.wait(0.01)
+                    time.sleep(0.01)
             except OSError:
                 pass
             self.close_connection = True

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -131,17 +132,19 @@ def _fetch() -> Path | str:
     base = f"{endpoint}/{REPOSITORY}/resolve/{REVISION}"
     kept = make_cache_folder("encoders")
     # A folder gets its name when it is whole: another process may fetch the same.
-    with tempfile.TemporaryDirectory(dir=kept) as parts:
+    parts = Path(tempfile.mkdtemp(dir=kept))
+    folder = kept / MINILM.name
+    try:
         for name, digest in _FILES.items():
-            path = Path(parts) / name
+            path = parts / name
             path.parent.mkdir(exist_ok=True)
             fault = _download(f"{base}/{name}", path, digest)
             if fault is not None:
                 return fault
-        folder = kept / MINILM.name
-        if not folder.exists():
-            shutil.copytree(parts, f"{parts}.whole")
-            Path(f"{parts}.whole").rename(folder)
+        with suppress(FileExistsError, OSError):
+            parts.rename(folder)
+    finally:
+        shutil.rmtree(parts, ignore_errors=True)
     return folder
 
 
