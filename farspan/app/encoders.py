@@ -63,9 +63,8 @@ def choose_encoder(
     if spec == "auto":
         share = _share_in(sought.languages, texts)
         if share < MIN_READABLE:
-            why = (
-                f"{sought.name} reads {', '.join(sought.languages)}, and {share:.0%} of the text is"
-            )
+            languages = ", ".join(sought.languages)
+            why = f"{sought.name} reads {languages}, and {share:.0%} of the text is"
             report(f"the encoder is left out: {why}")
             return ReadyEncoder(why_none=why)
     return _as_voice(sought)

@@ -22,6 +22,7 @@ tokenizer: {vocab: 300}
 model: {layers: 1, d_model: 16, heads: 2, context: 32}
 train: {steps: 4, precision: fp32, batch: {global: 4 sequences}}
 parallel: {cluster: cluster.yaml}
+index: {encoder: own}
 """
 BAD_KEYS = (
     "train.step=3",
