@@ -560,7 +560,7 @@ def test_any_other_library_of_an_extra_is_named(run: Path, farspan: Farspan, tmp
         farspan("export", PYTHONPATH=str(tmp_path)),
         "extra-missing",
         "safetensors",
-        IN_A_CLONE,
+        IN_A_CLONE.replace("[train]", "[search]"),
     )
 
 

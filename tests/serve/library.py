@@ -242,6 +242,10 @@ class ListSearcher:
         texts = [f"{text.title} {text.text}" for text in self.texts]
         return find_topics(self.vectors, texts)
 
+    @property
+    def dim(self) -> int:
+        return DIM
+
     def embed(self, texts: list[str], kind: Kind) -> tuple[np.ndarray, list[int], int]:
         counts = [len(words(text)) for text in texts]
         sign = 1 if kind == "document" else -1
