@@ -76,12 +76,6 @@ def _is_gone(spec: str, known: EncoderIdentity) -> bool:
     return not folder.exists() and str(folder.resolve()) == known.folder
 
 
-def _is_gone(spec: str, known: EncoderIdentity) -> bool:
-    """Return whether `spec` is the folder of a known encoder, which is not there any more."""
-    folder = Path(spec).expanduser()
-    return not folder.exists() and str(folder.resolve()) == known.folder
-
-
 def find_known_encoder(identity: EncoderIdentity) -> Encoder | None:
     """Return the encoder with these files, wherever it is on this machine; None if it is not."""
     from farspan.retrieval.encoders.finding import NotFound, find_encoder

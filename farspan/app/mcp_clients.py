@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import msgspec
 
 from farspan.domain.escapes import shell_line
+from farspan.domain.interpreter import own_command
 
 #: How each program, and a shell, names the variable with the token: no setting holds the token.
 SHELL_TOKEN = "Bearer $FARSPAN_TOKEN"
@@ -44,7 +44,7 @@ def server_name(run: Path) -> str:
 
 def server_command(run: Path) -> list[str]:
     """Return the command, with whole paths: programs have another PATH and another folder."""
-    return [sys.executable, "-m", "farspan", "mcp", str(run.resolve())]
+    return own_command("farspan", "mcp", str(run.resolve()))
 
 
 def describe_settings(settings: list[ClientSetting]) -> str:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,6 +22,12 @@ def module_command(python: str, module: str, *words: str) -> list[str]:
     """
     variables = [f"{name}={value}" for name, value in SAFE_PATH.items()]
     return ["env", *variables, python, "-m", module, *words]
+
+
+def own_command(module: str, *words: str) -> list[str]:
+    """Build the command by which another program on this machine starts a module of farspan, from
+    whatever folder that is in."""
+    return [sys.executable, "-P", "-m", module, *words]
 
 
 @contextmanager

@@ -17,7 +17,7 @@ def run(tmp_path):
 
 
 def test_process_settings_start_this_interpreter_on_the_whole_path(run):
-    words = [sys.executable, "-m", "farspan", "mcp", str(run)]
+    words = [sys.executable, "-P", "-m", "farspan", "mcp", str(run)]
     settings = client_settings(run, url=None, has_token=False)
     for setting in settings:
         if setting.goes_to != "shell":
