@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from farspan.app.encoders import choose_encoder, find_known_encoder
-from farspan.app.index_folders import make_index_folder
+from farspan.app.index_folders import make_index_folder, open_home
 from farspan.app.indexing import (
     Indexed,
     is_stale,
-    open_home,
     open_index,
     rebuild,
     search_home,

@@ -26,8 +26,8 @@ import os, signal, sys
 from farspan.cli.main import main
 from farspan.retrieval.index_work import IndexWork
 did, batches = IndexWork.add_done, []
-def did_then_stop(work, amount, *, kept=False):
-    did(work, amount, kept=kept)
+def did_then_stop(work, amount, *, kept=False, **more):
+    did(work, amount, kept=kept, **more)
     if work.kind == "embedding" and not kept:
         batches.append(amount)
         if len(batches) == 1:

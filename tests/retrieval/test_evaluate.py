@@ -2,22 +2,19 @@
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
+from farspan.corpus.distinct_texts import Copies
 from farspan.domain.corpus import Document
 from farspan.retrieval.bm25 import BM25Index
 from farspan.retrieval.choose import Bodies, LexicalChoice
-from farspan.retrieval.chunk import head_length
+from farspan.retrieval.chunk import Chunk, head_length
 from farspan.retrieval.evaluate import SideVectors, evaluate, format_evaluation
-from farspan.retrieval.evaluation_text import mine_evaluation
+from farspan.retrieval.evaluation_text import EvaluationText, mine_evaluation
 from farspan.retrieval.hybrid_ranking import DEPTH, WORDS_ALONE, best_by_document, query_form
-from farspan.retrieval.index import Recipe
-from farspan.retrieval.index_task import Task
-from farspan.retrieval.index_work import IndexWork
 from farspan.retrieval.queries import MIN_BODY_WORDS, Queries, Query, body_of, choose_queries
 from farspan.retrieval.words import WordRules, Words
 from tests.retrieval.conftest import chunk_documents, make_documents
@@ -271,28 +268,21 @@ def test_weights_are_chosen_on_tuning_queries_alone():
     assert result.kinds["title"].systems["model"].hit_at_1 == 1
 
 
-def task_of(documents: Sequence[Document], train: int, **changes) -> Task:
-    return Task(
-        path=Path("unused"),
-        documents=documents,
-        train=train,
-        recipe=Recipe(),
-        write_line=lambda line: None,
-        work=IndexWork(),
-        **changes,
-    )
+def mine(documents: Sequence[Document], chunks: Sequence[Chunk], train: int) -> EvaluationText:
+    copies = Copies.none(len(documents))
+    return mine_evaluation(documents, chunks, train=train, copies=copies, own=(), seed=0)
 
 
 def test_what_is_asked_for_competes_by_its_body_and_others_whole():
     documents = make_documents(60)
     chunks = chunk_documents(documents, 32)
-    text = mine_evaluation(task_of(documents, 50), chunks)
+    text = mine(documents, chunks, 50)
     asked = text.queries.relevant
     assert 0 < len(asked) < 60
     for number, document in enumerate(documents):
         whole = f"{document.title}\n{document.text}"
         assert text.bodies[number] == (body_of(document) if number in asked else whole)
-    for chunk, found in zip(chunks, text.found, strict=True):
+    for chunk, found in zip(chunks, text.texts, strict=True):
         document = documents[chunk.document]
         if chunk.document not in asked:
             assert found == chunk.indexed
@@ -300,9 +290,9 @@ def test_what_is_asked_for_competes_by_its_body_and_others_whole():
         start = max(chunk.start, head_length(document))
         assert found == document.text[start : chunk.start + len(chunk.text)]
         assert document.title not in found
-    assert text.candidates == [row for row, found in enumerate(text.found) if found.strip()]
+    assert text.candidates == [row for row, found in enumerate(text.texts) if found.strip()]
     assert text.owners(chunks).tolist() == [chunks[row].document for row in text.candidates]
-    changed = [row for row in text.candidates if text.found[row] != chunks[row].indexed]
+    changed = [row for row in text.candidates if text.texts[row] != chunks[row].indexed]
     assert text.changed(chunks) == changed
     assert {chunks[row].document for row in changed} <= asked
     # Nothing that a query was taken from is fitted to.
@@ -317,9 +307,9 @@ def test_what_is_asked_for_competes_by_its_body_and_others_whole():
 def test_documents_of_a_line_each_are_fitted_to_whole():
     documents = [Document(title=f"t{n}", text=f"line of {n}", origin=f"{n}") for n in range(5)]
     chunks = chunk_documents(documents, 32)
-    text = mine_evaluation(task_of(documents, 4), chunks)
+    text = mine(documents, chunks, 4)
     assert text.queries.reported == [] and text.fitted_rows == [0, 1, 2, 3, 4]
-    assert text.passages == text.found == [chunk.indexed for chunk in chunks]
+    assert text.passages == text.texts == [chunk.indexed for chunk in chunks]
     assert text.bodies == [f"{document.title}\n{document.text}" for document in documents]
 
 
