@@ -113,11 +113,11 @@ def test_equal_index_is_left_as_it_is_and_another_model_or_text_rebuilds_it(
     assert again == first and said == [f"index {path} is up to date"]
     assert {file: file.stat().st_mtime_ns for file in path.rglob("*") if file.is_file()} == before
     other, said = make(path, model, tokenizer, documents, origin=Origin(model="m2", tokenizer="t1"))
-    assert other.origin.model == "m2" and len(said) > 1
+    assert other.origin.model == "m2" and said[0].startswith("fitting to ")
     changed, said = make(
         path, model, tokenizer, documents[:-1], origin=other.origin, recipe=Recipe(seed=3)
     )
-    assert changed.documents == 59 and len(said) > 1
+    assert changed.documents == 59 and said[0].startswith("indexing 59 documents")
     assert [p.name for p in tmp_path.iterdir()] == ["index"]
 
 
