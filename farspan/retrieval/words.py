@@ -93,9 +93,16 @@ FALLBACK = {
 _ANY = "*"
 #: Shorter words have no ending to lose.
 _MIN_STEMMED_CHARS = 3
-#: Snowball takes some stems of these for inflected, as `остров` and `kapı`, and cuts them further
-#: than their plurals.
-_STEMMED_TWICE = ("el", "ru", "tr")
+#: Snowball takes some stems of these for inflected, as `остров`, `kapı`, `clocher`, and cuts them
+#: further than their plurals.
+_STEMMED_TWICE = ("el", "es", "fr", "ru", "tr")
+#: Finnish stems that change within a word, which Snowball leaves: `saari`, `saare-`; `lähde`,
+#: `lähtee-`; `kaivos`, `kaivokse-`. And words in -nen, with -s in other forms.
+_FINNISH_STEMS = tuple(
+    (re.compile(changed), kept)
+    for changed, kept in (("(?<=[iuoaeyäö])se$", "s"), ("e$", "i"), ("d$", "t"), ("ks$", "s"))
+)
+_FINNISH_NEN = re.compile("nen$")
 #: Stop words of a language in a query that show that the query is in it.
 _MIN_STOP_WORDS = 2
 #: Tokens whose words are kept, of each language, and words whose stems are.
@@ -298,6 +305,10 @@ def stems_of(word: str, language: str) -> tuple[str, ...]:
     the word. It is the word where Snowball does not have the language."""
     stemmer = _stemmer(language)
     stemmed = stemmer().stemWord(word) if stemmer else word
+    if language == "fi":
+        stemmed = stemmer().stemWord(_FINNISH_NEN.sub("s", word))
+        for changed, kept in _FINNISH_STEMS:
+            stemmed = changed.sub(kept, stemmed)
     if len(stemmed) == 1 or stemmed in folded_stop_words(language):
         return (word,)
     if len(stemmed) < _MIN_STEMMED_CHARS:
@@ -305,9 +316,6 @@ def stems_of(word: str, language: str) -> tuple[str, ...]:
     if language in _STEMMED_TWICE:
         again = stemmer().stemWord(stemmed)
         stemmed = again if len(again) >= _MIN_STEMMED_CHARS else stemmed
-    # `saari` is `saare-` in all its other forms.
-    if language == "fi" and stemmed[-1] == "e":
-        stemmed = f"{stemmed[:-1]}i"
     return (stemmed,)
 
 

@@ -39,7 +39,7 @@ def bm25(query: str, k1: float = 1.5, b: float = 0.75) -> np.ndarray:
     "query", ["entropy", "cross entropy loss", "the file", "torch.nn.crossentropyloss", "a unknown"]
 )
 def test_scores_are_bm25s_before_and_after_a_save(query, tmp_path):
-    built = BM25Index.build(WORDS, 1.5, 0.75)
+    built = BM25Index.build(WORDS)
     built.save(tmp_path / "bm25")
     for index in (built, BM25Index.load(tmp_path / "bm25")):
         np.testing.assert_allclose(

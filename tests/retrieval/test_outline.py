@@ -3,7 +3,6 @@ name."""
 
 from farspan.corpus.documents import cut_document
 from farspan.corpus.sources import open_source
-from farspan.corpus.tokenizer import train_bpe_tokenizer
 from farspan.domain.corpus import Document, Heading
 from farspan.retrieval.outline import HeadingPaths, outline
 from tests.retrieval.conftest import chunk_documents
@@ -78,9 +77,8 @@ def test_no_passage_is_cited_below_a_comment_in_code(tmp_path):
     for name, text in PAGES.items():
         (tmp_path / name).write_text(text)
     documents = list(open_source(str(tmp_path)).documents())
-    words = train_bpe_tokenizer([document.text for document in documents], 300)
     for document in documents:
-        chunks = list(chunk_documents(cut_document(document), words, 8))
+        chunks = list(chunk_documents(cut_document(document), 8))
         paths = {chunk.headings for chunk in chunks}
         if document.origin.endswith(".txt"):
             assert paths == {()}
@@ -99,21 +97,17 @@ def test_passages_of_a_later_part_are_cited_below_the_headings_of_the_document(t
         for part in cut_document(document)
     ]
     assert len(parts) == 2
-    words = train_bpe_tokenizer([text[:2000]], 300)
     later = Document(
         title="part 2", text=parts[1].text[:500], origin="a.md", headings=parts[1].headings
     )
-    assert {chunk.headings for chunk in chunk_documents([later], words, 64)} == {
-        ("Book", "Chapter")
-    }
+    assert {chunk.headings for chunk in chunk_documents([later], 64)} == {("Book", "Chapter")}
 
 
 def test_passages_begin_at_headings_and_carry_their_line_and_heading_path():
     sections = [f"## Part {n}\n\n" + f"Sentence number {n} says this. " * 6 for n in range(8)]
     text = "# All\n\nFirst.\n\n" + "\n\n".join(sections)
-    words = train_bpe_tokenizer([text] * 3, 400)
     document = Document(title="All", text=text, origin="all.md", line=11)
-    chunks = [chunk for chunk in chunk_documents([document], words, 64) if not chunk.head]
+    chunks = chunk_documents([document], 64)
     begins = [chunk for chunk in chunks if chunk.text.strip().startswith("## Part")]
     assert len(begins) >= 6
     lines = text.split("\n")
@@ -125,8 +119,7 @@ def test_passages_begin_at_headings_and_carry_their_line_and_heading_path():
 
 def test_a_passage_is_on_the_page_that_its_first_word_is_on():
     text = "\f".join(f"Page {n}. " + "Words of it. " * 40 for n in range(3, 7))
-    words = train_bpe_tokenizer([text], 300)
     document = Document(title="t", text="Head\n" + text, origin="a.pdf", page=3)
-    for chunk in chunk_documents([document], words, 48):
+    for chunk in chunk_documents([document], 48):
         before = document.text[: chunk.start + len(chunk.text) - len(chunk.text.lstrip())]
         assert (chunk.page, chunk.line) == (3 + before.count("\f"), 0)

@@ -24,7 +24,8 @@ INFLECTED = {
     "en": "teapot teapots, library libraries, volcano volcanoes, theatre theatres, "
     "stamp stamped, GPU GPUs",
     "fi": "talo talossa, kirja kirjan, majakka majakat, saari saarella, laiva laivat, "
-    "kirjasto kirjastoa",
+    "kirjasto kirjastoa, kaivos kaivokset, lähde lähteet, nainen naiset",
+    "fr": "clocher clochers, théâtre théâtres, journal journaux, abeille abeilles",
     "hi": "किताब किताबें, लड़का लड़के, नाव नावों, हिन्दी हिंदी, पुस्तक पुस्तकों, बाँस बांस",
     "ja": "灯台 古い灯台を見た, 図書館 図書館で, 壁 港の壁のそば, 温泉 温泉に入る, "
     "コンピュータ ｺﾝﾋﾟｭｰﾀです",
