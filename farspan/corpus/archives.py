@@ -30,7 +30,7 @@ MAX_MEMBERS = 100_000
 _MAX_LIST_BYTES = 16 << 20
 #: Bytes of a member.
 MAX_MEMBER_BYTES = 1 << 30
-#: All members, and those of archives among them, may have so many bytes whatever the ratio.
+#: Bytes that all members together, nested ones too, may unpack to whatever the ratio.
 _UNSUSPICIOUS_TOTAL_BYTES = 64 << 20
 TOO_MANY_MEMBERS = f"has more than {MAX_MEMBERS:,} files in it"
 MEMBER_TOO_LONG = f"longer than {MAX_MEMBER_BYTES >> 30} GiB"

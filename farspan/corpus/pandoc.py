@@ -95,7 +95,7 @@ def convert_to_html(
     """Convert a file, given from its begin, to a page of HTML.
 
     Raises UnreadableFile for one that pandoc cannot read or that takes too much, and where
-    `stopped` is set meanwhile.
+    `stopped` is set during the wait.
     """
     command = [
         str(pandoc.path),

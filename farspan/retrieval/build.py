@@ -486,7 +486,7 @@ def _fit(task: Task, chunked: Chunked, corpus: str, old: Index | None) -> Fitted
     for voice in task.voices:
         fitted = voice.fit(task, text, chunks, old)
         voices[voice.name] = fitted
-        sides |= fitted.sides()
+        sides |= fitted.sides
     evaluation = None
     if recipe.evaluate and text.queries.reported:
         owners = text.owners(chunks)

@@ -74,12 +74,11 @@ class LexicalChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class ScoredQuery(NamedTuple):
     """The candidates of a query: documents (C) that any voice ranks high, and the answers.
 
-    `scores` (V, C) are normalized. `num_relevant` counts all answers, `relevant` are their columns.
+    `scores` (V, C) are normalized, `relevant` are the columns of all answers.
     """
 
     scores: Scores
     relevant: Ints
-    num_relevant: int
 
 
 def choose_words(
@@ -195,7 +194,7 @@ def score_queries(
         candidates = np.unique(np.concatenate(columns))
         relevant = np.searchsorted(candidates, query.relevant)
         scores_VC = np.stack([scores_N[candidates] for scores_N in normalized])
-        scored.append(ScoredQuery(scores_VC, relevant, len(query.relevant)))
+        scored.append(ScoredQuery(scores_VC, relevant))
     return scored
 
 
@@ -216,11 +215,17 @@ def measure_mixes(queries: Iterable[ScoredQuery], weights_WV: Floats) -> Floats:
 
 class MixChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Weights of voices, chosen on tuning queries, and the gain in nDCG@10 over words alone: mean
-    and 95 % interval."""
+    and 95 % interval. None without tuning queries."""
 
     mix: Mix = WORDS_ALONE
-    gain: float = 0.0
+    gain: float | None = None
     interval: tuple[float, float] = (0.0, 0.0)
+
+
+def usual_mix(voices: Iterable[Voice]) -> Mix:
+    """Return the weights for an index that nothing was measured on: the encoder's share is that of
+    other corpora, and own vectors have none."""
+    return _add_voice(WORDS_ALONE, "encoder", ENCODER_SHARE) if "encoder" in voices else WORDS_ALONE
 
 
 def choose_mix(
@@ -233,6 +238,8 @@ def choose_mix(
 
     `voices` name the rows of the queries' scores. Queries count alike, of whatever kind.
     """
+    if not queries:
+        return MixChoice(mix=usual_mix(voices))
     measured = _Measured(queries, voices, seed)
     is_asked = np.array([kind in ASKED_KINDS for kind in kinds])
     mix = WORDS_ALONE

@@ -40,7 +40,7 @@ _BOUNDARIES = (
 #: tokens of a BPE of 8,192 trained on the same text and 122 of all-MiniLM-L6-v2's; 19 of 20 full
 #: chunks have less than 134 of either.
 _ASCII_PIECE = re.compile(r"[A-Za-z]{1,6}|\d{1,3}|[^\w\s]|_|\s{16}")
-#: A character of a script without spaces is cut from its neighbours with so many marks at most.
+#: Marks that a character of a script without spaces keeps where it is cut from its neighbours.
 _MAX_MARKS = 8
 
 

@@ -4,8 +4,9 @@ queries."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -63,7 +64,8 @@ class EncoderModel:
         embedded_by = old.manifest.encoder if old is not None else None
         is_same = embedded_by is not None and embedded_by.id == self.encoder.id
         kept = KeptVectors(old if is_same else None, ENCODER_VECTORS, _indexed(chunks))
-        indexed_NE = self._embed(task, kept, chunks)
+        new_ME = self._embed(task, kept)
+        indexed_NE = kept.vectors(np.arange(len(chunks)), new_ME)
 
         # Candidates are without what queries were taken from.
         candidates_CE = indexed_NE[text.candidates]
@@ -92,15 +94,14 @@ class EncoderModel:
                 sides["table"] = SideVectors(
                     candidates_CE, by_table[: len(reported)], by_table[len(reported) :]
                 )
-        return _EncoderVoice(indexed_NE, table, sides)
+        return _fitted_voice(self.encoder.dim, indexed_NE.__getitem__, table, sides)
 
     def extend(self, task: Task, chunks: Sequence[Chunk], old: Index) -> FittedVoice:
         """Embed new passages; the table of queries stays."""
         kept = KeptVectors(old, ENCODER_VECTORS, _indexed(chunks))
-        task.work.add_expected("embedding", sum(map(len, kept.new_texts)))
-        new_ME = self.encoder.passages(kept.new_texts, task.work)
-        vectors_NE = kept.vectors(np.arange(len(chunks)), new_ME)
-        return _EncoderVoice(vectors_NE, _read_table(old), {})
+        new_ME = self._embed(task, kept)
+        vectors = partial(kept.vectors, new_ME=new_ME)
+        return _fitted_voice(kept.dim, vectors, old.query_table, {})
 
     def _distill(
         self, task: Task, text: EvaluationText, titles: Sequence[str]
@@ -123,13 +124,12 @@ class EncoderModel:
             seed=task.recipe.seed,
         )
 
-    def _embed(self, task: Task, kept: KeptVectors, chunks: Sequence[Chunk]) -> Vectors:
-        task.write_line(
-            f"embedding {counted(len(kept.new_texts), 'passage')} by {self.encoder.name}"
-        )
+    def _embed(self, task: Task, kept: KeptVectors) -> Vectors:
+        """Return the vectors (M, E) of the texts that an index lacks."""
+        num_texts = counted(len(kept.new_texts), "passage")
+        task.write_line(f"embedding {num_texts} by {self.encoder.name}")
         task.work.add_expected("embedding", sum(map(len, kept.new_texts)))
-        new_ME = self.encoder.passages(kept.new_texts, task.work)
-        return kept.vectors(np.arange(len(chunks)), new_ME)
+        return self.encoder.passages(kept.new_texts, task.work)
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,8 @@ class MissingEncoder:
         kept = KeptVectors(old, ENCODER_VECTORS, _indexed(chunks))
         if kept.new_texts:
             raise self._refusal(counted(len(kept.new_texts), "new passage"))
-        vectors_NE = kept.vectors(np.arange(len(chunks)), np.empty((0, kept.dim), np.float32))
-        return _EncoderVoice(vectors_NE, _read_table(old), {})
+        vectors = partial(kept.vectors, new_ME=np.empty((0, kept.dim), np.float32))
+        return _fitted_voice(kept.dim, vectors, old.query_table, {})
 
     def _refusal(self, fact: str) -> Refusal:
         return Refusal(
@@ -170,31 +170,20 @@ class MissingEncoder:
         )
 
 
-def _read_table(index: Index) -> QueryTable | None:
-    """Read the table of an index; None where it has none."""
-    path = index.files / QUERY_TABLE
-    return QueryTable.load(path) if path.exists() else None
+def _fitted_voice(
+    dim: int,
+    vectors: Callable[[Ids], Vectors],
+    table: QueryTable | None,
+    sides: Mapping[SideName, SideVectors],
+) -> FittedVoice:
+    """Return an encoder's vectors, with the table that is saved with them, if there is one."""
+
+    def save(files: Path) -> None:
+        if table is not None:
+            table.save(files / QUERY_TABLE)
+
+    return FittedVoice(dim=dim, vectors=vectors, save=save, sides=sides)
 
 
 def _indexed(chunks: Sequence[Chunk]) -> list[str]:
     return [chunk.indexed for chunk in chunks]
-
-
-class _EncoderVoice:
-    def __init__(
-        self, vectors_NE: Vectors, table: QueryTable | None, sides: dict[SideName, SideVectors]
-    ) -> None:
-        self._vectors_NE = vectors_NE
-        self._table = table
-        self._sides = sides
-        self.dim = vectors_NE.shape[1]
-
-    def vectors(self, rows: Ids) -> Vectors:
-        return self._vectors_NE[rows]
-
-    def sides(self) -> dict[SideName, SideVectors]:
-        return self._sides
-
-    def save(self, files: Path) -> None:
-        if self._table is not None:
-            self._table.save(files / QUERY_TABLE)

@@ -177,14 +177,13 @@ def evaluate(
         kinds = [query.kind for query in queries.tuning]
         return choose_mix(scored, kinds, tuple(scorers), seed)
 
-    choices = {name: MixChoice() for name in ("fused", "fused by table")}
+    choices = {"fused": MixChoice()}
     by_system: dict[str, dict[Voice, SideName]] = {}
     if sides:
         by_system["fused"] = _voices_of(sides, "encoder")
     if "table" in sides:
         by_system["fused by table"] = _voices_of(sides, "table")
-    if queries.tuning:
-        choices |= {system: choose(voices) for system, voices in by_system.items()}
+    choices |= {system: choose(voices) for system, voices in by_system.items()}
 
     # Ranks of the relevant documents by system and query.
     ranks: dict[str, list[Ints]] = {}
@@ -214,7 +213,7 @@ def evaluate(
     return Evaluation(
         kinds=kinds,
         choice=choices["fused"],
-        table_choice=choices["fused by table"] if "table" in sides else None,
+        table_choice=choices.get("fused by table"),
         val_documents=titles - queries.filling,
         train_documents=queries.filling,
         documents=count,
@@ -354,6 +353,8 @@ def describe_mix(mix: Mix) -> str:
 
 def explain_choice(choice: MixChoice) -> str:
     """Return the evidence for the weights of voices."""
+    if choice.gain is None:
+        return "there are no tuning queries to choose by"
     if choice.mix.voices == ("bm25",):
         return "no other voice was better than words for certain on tuning queries"
     interval = _format_interval(choice.gain, choice.interval)

@@ -16,7 +16,7 @@ from farspan.retrieval.filters import Bindings
 from farspan.retrieval.passages import IndexedDocument, Passages
 from farspan.retrieval.stores import Scores, Store, Vectors
 
-#: Up to so many passages their vectors are read and compared. Of more, the nearest of all passages
+#: Passages whose vectors are read and compared, at most. Of more, the nearest of all passages
 #: are asked for until enough of them pass: 20,000 vectors are read in less time than a store lists
 #: all of 1,000,000.
 MAX_READ_PASSAGES = 20_000

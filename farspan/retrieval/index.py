@@ -17,7 +17,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -33,6 +33,9 @@ from farspan.retrieval.filters import Bindings, Filters, Where
 from farspan.retrieval.passages import Damaged, IndexedDocument, Passages
 from farspan.retrieval.stores import Store, StoreLocation, StoreModule, Vectors
 from farspan.retrieval.words import Words
+
+if TYPE_CHECKING:
+    from farspan.retrieval.encoders.query_table import QueryTable
 
 INDEX_MANIFEST = "index.json"
 PASSAGES = "passages"
@@ -345,10 +348,13 @@ class Index:
         return None if identity is None else self._models.encoder(identity)
 
     @cached_property
-    def query_table(self) -> QueryEmbedder | None:
-        """What makes vectors of queries in the encoder's place; None without a table."""
+    def query_table(self) -> QueryTable | None:
+        """What makes vectors of queries in the encoder's place; None without a table: a static
+        encoder is one itself."""
         path = self.files / QUERY_TABLE
-        if self.manifest.encoder is None or not path.exists():
+        evaluation = self.manifest.evaluation
+        is_measured = evaluation is not None and evaluation.table_choice is not None
+        if self.manifest.encoder is None or not (is_measured or path.exists()):
             return None
         from farspan.retrieval.encoders.query_table import QueryTable
 

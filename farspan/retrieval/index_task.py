@@ -6,8 +6,8 @@ Nothing here imports PyTorch: words alone are indexed without a model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -31,21 +31,18 @@ if TYPE_CHECKING:
     from farspan.retrieval.evaluation_text import EvaluationText
 
 
-class FittedVoice(Protocol):
-    """The vectors of an index's chunks by one model."""
+@dataclass(frozen=True, kw_only=True)
+class FittedVoice:
+    """The vectors of an index's chunks by one model.
 
-    @property
-    def dim(self) -> int:
-        """Numbers of a vector."""
+    `vectors` returns the unit vectors (N, E) of chunks by their rows, `save` writes what searches
+    need into the index's folder, and `sides` are what an evaluation compares after a fit.
+    """
 
-    def vectors(self, rows: Ids) -> Vectors:
-        """Return the unit vectors (N, E) of chunks."""
-
-    def sides(self) -> dict[SideName, SideVectors]:
-        """Return the vectors that an evaluation compares; called once, after a fit."""
-
-    def save(self, files: Path) -> None:
-        """Write what searches need of it into the index's folder."""
+    dim: int
+    vectors: Callable[[Ids], Vectors]
+    save: Callable[[Path], None]
+    sides: Mapping[SideName, SideVectors] = field(default_factory=dict)
 
 
 class VoiceModel(Protocol):

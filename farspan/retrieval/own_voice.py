@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -25,7 +25,6 @@ from farspan.retrieval.index_task import FittedVoice, Task
 from farspan.retrieval.kept_vectors import KeptVectors
 from farspan.retrieval.pairs import mine_pairs
 from farspan.retrieval.pooling import Processes, bf16_is_fast
-from farspan.retrieval.stores import Ids, Vectors
 from farspan.runtime.model.decoder import Decoder
 
 
@@ -103,52 +102,26 @@ class OwnModel:
             sides = sides_of({"untuned": untuned, "model": embedder}, candidates, text)
         passages = read.select([indexed_at[row] for row in range(len(chunks))])
         vectors_NE = embedder.vectors(passages, "passage")
-        return _OwnVoice(embedder, vectors_NE, sides)
+        return FittedVoice(
+            dim=recipe.fit.size,
+            vectors=vectors_NE.__getitem__,
+            save=lambda files: embedder.save(files / FITTED),
+            sides=sides,
+        )
 
     def extend(self, task: Task, chunks: Sequence[Chunk], old: Index) -> FittedVoice:
+        """Embed new passages under the old fit."""
         embedder = Embedder.load(
             self.model, self.tokenizer, old.files / FITTED, task.work, self.processes
         )
         kept = KeptVectors(old, OWN_VECTORS, [chunk.indexed for chunk in chunks])
         task.work.add_expected("embedding", sum(map(len, kept.new_texts)))
-        new_NE = embedder.passages(kept.new_texts)
-        return _ExtendedVoice(embedder, kept, new_NE)
-
-
-class _OwnVoice:
-    def __init__(
-        self, embedder: Embedder, vectors_NE: Vectors, sides: dict[SideName, SideVectors]
-    ) -> None:
-        self._embedder = embedder
-        self._vectors_NE = vectors_NE
-        self._sides = sides
-        self.dim = vectors_NE.shape[1]
-
-    def vectors(self, rows: Ids) -> Vectors:
-        return self._vectors_NE[rows]
-
-    def sides(self) -> dict[SideName, SideVectors]:
-        return self._sides
-
-    def save(self, files: Path) -> None:
-        self._embedder.save(files / FITTED)
-
-
-class _ExtendedVoice:
-    def __init__(self, embedder: Embedder, kept: KeptVectors, new_NE: Vectors) -> None:
-        self._embedder = embedder
-        self._kept = kept
-        self._new_NE = new_NE
-        self.dim = kept.dim
-
-    def vectors(self, rows: Ids) -> Vectors:
-        return self._kept.vectors(rows, self._new_NE)
-
-    def sides(self) -> dict[SideName, SideVectors]:
-        return {}
-
-    def save(self, files: Path) -> None:
-        self._embedder.save(files / FITTED)
+        new_ME = embedder.passages(kept.new_texts)
+        return FittedVoice(
+            dim=kept.dim,
+            vectors=partial(kept.vectors, new_ME=new_ME),
+            save=lambda files: embedder.save(files / FITTED),
+        )
 
 
 def sides_of(

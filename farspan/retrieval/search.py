@@ -16,7 +16,7 @@ from farspan.domain.corpus import Place, cite_place
 from farspan.domain.notebook import html_table
 from farspan.domain.problems import Refusal
 from farspan.domain.units import counted
-from farspan.retrieval.choose import MixChoice
+from farspan.retrieval.choose import MixChoice, usual_mix
 from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.evaluate import explain_choice
 from farspan.retrieval.filtered_vectors import FilteredVectors
@@ -218,7 +218,8 @@ def choose_ranking(index: Index, system: System | None, known: bool) -> RankingB
     if system not in (None, "bm25"):
         _require_vectors(index, system)
     evaluation = manifest.evaluation
-    choice = MixChoice()
+    searched_voices = [voice for voice, name in SETS.items() if name in manifest.sets]
+    choice = MixChoice(mix=usual_mix(searched_voices))
     table_choice = None
     if evaluation is not None:
         choice = evaluation.choice

@@ -269,3 +269,12 @@ def test_beside_an_encoder_titles_say_nothing_of_own_vectors():
     asked = choose_mix(queries, ["question"] * 40, voices, 0)
     assert titles.mix.model == 0 and titles.mix.encoder > 0
     assert asked.mix.model > 0 and asked.interval[0] > 0
+
+
+def test_index_that_nothing_was_measured_on_has_the_encoders_usual_share():
+    """A handful of documents leaves no tuning queries: the encoder is not left out for that."""
+    for voices in (("bm25", "encoder"), ("bm25", "encoder", "model")):
+        chosen = choose_mix([], [], voices, 0)
+        assert chosen.mix == Mix(bm25=1 - ENCODER_SHARE, encoder=ENCODER_SHARE)
+        assert chosen.gain is None
+    assert choose_mix([], [], ("bm25", "model"), 0).mix == WORDS_ALONE

@@ -351,11 +351,13 @@ def test_another_encoder_embeds_every_passage_again(path: Path, encoder: Encoder
 class WithChoice:
     """An open index with other weights of voices."""
 
-    def __init__(self, index: Index, mix: Mix, table: Mix) -> None:
+    def __init__(self, index: Index, mix: Mix, table: Mix | None) -> None:
         evaluation = index.manifest.evaluation
         assert evaluation is not None and evaluation.table_choice is not None
         choice = msgspec.structs.replace(evaluation.choice, mix=mix)
-        by_table = msgspec.structs.replace(evaluation.table_choice, mix=table)
+        by_table = None
+        if table is not None:
+            by_table = msgspec.structs.replace(evaluation.table_choice, mix=table)
         changed = msgspec.structs.replace(evaluation, choice=choice, table_choice=by_table)
         index.manifest = msgspec.structs.replace(index.manifest, evaluation=changed)
 
@@ -465,11 +467,21 @@ def test_without_encoder_and_table_words_answer(path: Path):
     """A static encoder has no table."""
     next(path.rglob("queries.safetensors")).unlink()
     index = opened(path)
-    WithChoice(index, MIX, TABLE_MIX)
+    WithChoice(index, MIX, None)
     answer = search(index, "how do i open a file", 5)
     assert (answer.system, answer.voices, answer.by_table) == ("bm25", ("bm25",), False)
     with pytest.raises(Refusal, match="the encoder is not on this machine"):
         search(index, "how do i open a file", 5, "encoder")
+    index.close()
+
+
+def test_table_that_was_measured_and_is_gone_is_refused(path: Path):
+    next(path.rglob("queries.safetensors")).unlink()
+    index = opened(path)
+    WithChoice(index, MIX, TABLE_MIX)
+    with pytest.raises(Refusal) as refused:
+        search(index, "how do i open a file", 5)
+    assert refused.value.problem.code == "no-index"
     index.close()
 
 

@@ -86,7 +86,7 @@ def test_search_of_a_trained_model_does_not_fall_in_bf16():
         text = mine_evaluation(
             documents, chunks, train=720, copies=task.known_copies(), own=(), seed=0
         )
-        sides = voice.fit(task, text, chunks, None).sides()
+        sides = voice.fit(task, text, chunks, None).sides
         bodies = Bodies(text.bodies, ["en"] * len(documents))
         lexical = LexicalChoice(rules=WordRules(languages=("en",)))
         owners = text.owners(chunks)

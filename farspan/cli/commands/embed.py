@@ -8,7 +8,6 @@ from pathlib import Path
 
 from farspan.cli.arguments import check_store, find_run, takes_embedding, takes_run
 from farspan.cli.console import Console
-from farspan.domain.problems import command
 
 HELP = "turn the model into a searchable index"
 
@@ -18,7 +17,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-eval",
         action="store_true",
-        help="do not measure how well it finds documents: searches then answer with bm25",
+        help="do not measure how well it finds documents, nor choose how it answers",
     )
     parser.add_argument(
         "--to",
@@ -35,8 +34,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace, console: Console) -> None:
     folder = find_run(given, console)
     check_store(given)
-    from farspan.app.indexing import update_index, write_vectors
-    from farspan.cli.answers import evaluation_text
+    from farspan.app.indexing import update_index
+    from farspan.cli.answers import report_indexed
     from farspan.cli.show_updates import Show
     from farspan.retrieval.vector_file import files_of
 
@@ -52,18 +51,4 @@ def run(given: argparse.Namespace, console: Console) -> None:
             device=given.device,
             processes=given.processes,
         )
-    if indexed.fitted and indexed.manifest.evaluation is not None:
-        console.write_line(evaluation_text(indexed.manifest))
-    if given.to is not None:
-        commands = write_vectors(folder, given.to)
-        console.write_line(f"vectors: {given.to}; commands that load them: {commands}")
-    search = command("search", "...", folder.path)
-    console.write_line(f"index: {folder.index}; next: {search}")
-    answer = {
-        "run": str(folder.path),
-        "index": str(folder.index),
-        "manifest": indexed.manifest,
-        "embedded": indexed.embedded,
-        "kept": indexed.kept,
-    }
-    console.answer(answer)
+    report_indexed(folder, indexed, given.to, console)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from farspan.cli.arguments import check_store, takes_encoder
 from farspan.cli.console import Console
-from farspan.domain.problems import command
 
 HELP = "make a folder searchable, without training"
 
@@ -29,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-eval",
         action="store_true",
-        help="measure nothing: searches then answer with bm25",
+        help="do not measure how well it finds documents, nor choose how it answers",
     )
     parser.add_argument(
         "--refit", action="store_true", help="choose and fit again, over the text of today"
@@ -61,8 +60,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace, console: Console) -> None:
     check_store(given)
     from farspan.app.index_folders import make_index_folder
-    from farspan.app.indexing import update_index, write_vectors
-    from farspan.cli.answers import evaluation_text
+    from farspan.app.indexing import update_index
+    from farspan.cli.answers import report_indexed
     from farspan.cli.show_updates import Show
     from farspan.retrieval.vector_file import files_of
 
@@ -78,17 +77,4 @@ def run(given: argparse.Namespace, console: Console) -> None:
             queries=given.queries,
             qrels=given.qrels,
         )
-    if indexed.fitted and indexed.manifest.evaluation is not None:
-        console.write_line(evaluation_text(indexed.manifest))
-    if given.to is not None:
-        commands = write_vectors(folder, given.to)
-        console.write_line(f"vectors: {given.to}; commands that load them: {commands}")
-    search = command("search", "...", folder.path)
-    console.write_line(f"index: {folder.path}; next: {search}")
-    answer = {
-        "index": str(folder.path),
-        "manifest": indexed.manifest,
-        "embedded": indexed.embedded,
-        "kept": indexed.kept,
-    }
-    console.answer(answer)
+    report_indexed(folder, indexed, given.to, console)

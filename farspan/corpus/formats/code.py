@@ -17,7 +17,7 @@ _DEFINITION = re.compile(
     r"|namespace|subroutine|package|sub|macro)[ ]+[A-Za-z_$][\w$:.<>]{0,120})"
     r"(?:\s*[({:=\[].*|\s+(?:extends|implements|for|is|where)\b.*)?"
 )
-#: So many columns of indentation are a level.
+#: Columns of indentation of a level.
 _INDENT = 4
 _TABS = str.maketrans({"\t": " " * _INDENT})
 #: A longer line is data, or was made by a program.
