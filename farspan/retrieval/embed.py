@@ -1,5 +1,5 @@
 """Embed text as unit vectors: its tokens, and the model's hidden states averaged over them, with
-maps fitted by contrastive learning (`tuning.py`).
+maps fitted by contrastive learning (`contrastive_fit.py`).
 
 Every stream of the model is used (token embeddings, the states after each block, the output), each
 averaged with inverse document frequencies as weights. Tokens are those of the text's words in lower
@@ -55,7 +55,7 @@ class Read(NamedTuple):
 
 
 class Embedder:
-    """A model with parameters fitted to a corpus (`tuning.py`), and the weights (V) of tokens.
+    """A model with parameters fitted to a corpus (`contrastive_fit.py`), and tokens' weights (V).
 
     `work` caches embeddings and counts them; `processes` compute them in parallel.
     """

@@ -61,8 +61,8 @@ ENCODER_PASSAGE_TOKENS = 256
 
 
 class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How vectors are fitted (`tuning.py`): size of a vector, pairs of a step, steps and passes
-    over the pairs at most, seed. Chosen on tuning queries alone
+    """How vectors are fitted (`contrastive_fit.py`): size of a vector, pairs of a step, steps and
+    passes over the pairs at most, seed. Chosen on tuning queries alone
     (docs/decisions/0008-embeddings.md)."""
 
     size: int = 512
