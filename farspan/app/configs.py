@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from farspan.app.clusters import is_external
 from farspan.domain.config import RunConfig
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord
@@ -97,6 +96,8 @@ def refuse_edited(run: RunFolder) -> None:
     now = load_yaml(run.config, RunConfig)
     if started is None:
         return
+    from farspan.app.clusters import is_external
+
     changed = []
     for key, before, after in _diff_values(_flatten_config(started), _flatten_config(now)):
         # Read again: where the index lies and what answers from it, what follows a fault, and which

@@ -6,11 +6,13 @@ Entry points are read where a name is not the core's own, so that what needs non
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from farspan.domain.problems import Refusal
 from farspan.domain.suggest import advise, known_names
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 Group = Literal["commands", "clusters", "algorithms", "reports", "exports"]
 

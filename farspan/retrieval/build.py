@@ -61,6 +61,7 @@ from farspan.retrieval.index import (
 )
 from farspan.retrieval.index_task import FittedVoice, Task, VoiceModel
 from farspan.retrieval.passages import (
+    Damaged,
     IndexedDocument,
     Passages,
     corpus_hash,
@@ -148,7 +149,7 @@ def build(task: Task) -> IndexManifest:
         if manifest is None:
             cache.mkdir(exist_ok=True)
             task.work.folder = cache
-            if before is None and task.voices:
+            if before is None and (task.voices or task.recipe.evaluate):
                 before = _build_words(task, building, documents, corpus)
             manifest = _write_index(task, building, documents, corpus, before)
             save(manifest, path / INDEX_MANIFEST)
@@ -161,11 +162,14 @@ def build(task: Task) -> IndexManifest:
 def _build_words(
     task: Task, building: Path, documents: list[IndexedDocument], corpus: str
 ) -> IndexManifest:
-    """Complete an index of words alone, which answers while vectors are made."""
-    alone = replace(task, voices=(), origin=None, encoder=None)
+    """Complete an index of words alone, made in the usual way: it answers while queries are tuned
+    on and vectors are made."""
+    recipe = msgspec.structs.replace(task.recipe, evaluate=False)
+    alone = replace(task, voices=(), origin=None, encoder=None, recipe=recipe)
     manifest = _write_index(alone, building, documents, corpus, None)
     save(manifest, task.path / INDEX_MANIFEST)
-    task.write_line("searches by words answer already; vectors follow")
+    next_step = "vectors follow" if task.voices else "how well they find is measured now"
+    task.write_line(f"searches by words answer already; {next_step}")
     return manifest
 
 
@@ -276,7 +280,7 @@ def _write_index(
             fitted = _fit(task, chunked, corpus, old)
 
         manifest = _manifest_of(task, chunked, fitted, recipe, corpus)
-        _write_files(task, chunked, fitted, manifest)
+        _write_files(task, chunked, fitted, manifest, old)
         _record_tables(building, task.path, before, manifest)
         for voice in task.voices:
             vectors = fitted.voices[voice.name]
@@ -346,7 +350,13 @@ def _vectors_id(voice: VoiceModel, fit: Fit) -> str:
     return fit.id if voice.name == "own" else voice.identity
 
 
-def _write_files(task: Task, chunked: Chunked, fitted: Fitted, manifest: IndexManifest) -> None:
+def _write_files(
+    task: Task,
+    chunked: Chunked,
+    fitted: Fitted,
+    manifest: IndexManifest,
+    old: Index | None,
+) -> None:
     """Write all but the stores."""
     files = task.path / manifest.files
     # Only a manifest that somebody changed has named this folder before.
@@ -356,18 +366,35 @@ def _write_files(task: Task, chunked: Chunked, fitted: Fitted, manifest: IndexMa
     documents = chunked.documents
     passages.write(folder, documents, chunked.chunks, chunked.texts, fitted.fitted)
 
-    # BM25 also finds a document by its titles, and by those of its copies.
-    words = Words(fitted.lexical.rules)
-    texts = []
-    for document, text in zip(documents, task.documents, strict=True):
-        titles = [document.title, *(place.title for place in document.places)]
-        texts.append("\n".join([*dict.fromkeys(titles), text.text]))
-    numbered = Numbered(map(words.of_text, texts, chunked.languages))
-    lexical = BM25Index.build(numbered, fitted.lexical.k1, fitted.lexical.b)
+    lexical = _known_bm25(old, manifest) or _build_bm25(task, chunked, fitted.lexical)
     lexical.save(files / LEXICAL)
     for voice in fitted.voices.values():
         voice.save(files)
     _seal_servers(task.path, manifest)
+
+
+def _known_bm25(old: Index | None, manifest: IndexManifest) -> BM25Index | None:
+    """Return the old index's BM25 where it is of the same text and made in the same way."""
+    if old is None:
+        return None
+    before = old.manifest
+    if (before.corpus, before.lexical) != (manifest.corpus, manifest.lexical):
+        return None
+    with suppress(Damaged):
+        return old.lexical
+    return None
+
+
+def _build_bm25(task: Task, chunked: Chunked, choice: LexicalChoice) -> BM25Index:
+    """Build BM25 of documents; it also finds a document by its titles, and by those of its
+    copies."""
+    words = Words(choice.rules)
+    texts = []
+    for document, text in zip(chunked.documents, task.documents, strict=True):
+        titles = [document.title, *(place.title for place in document.places)]
+        texts.append("\n".join([*dict.fromkeys(titles), text.text]))
+    numbered = Numbered(map(words.of_text, texts, chunked.languages))
+    return BM25Index.build(numbered, choice.k1, choice.b)
 
 
 def _open_reusable(task: Task, before: IndexManifest | None) -> Index | None:
@@ -465,9 +492,15 @@ def _fit(task: Task, chunked: Chunked, corpus: str, old: Index | None) -> Fitted
     chunks = chunked.chunks
     num_documents = len(chunked.documents)
     lexical = _known_lexical(task, old, corpus)
-    if lexical is None:
+    if old is None or task.refit or old.manifest.corpus != corpus:
         num_passages = counted(len(chunks), "passage")
         task.write_line(f"indexing {counted(num_documents, 'document')} in {num_passages}")
+    fit = Fit(id=_fit_id(task, corpus), documents=num_documents, chunks=len(chunks))
+    every_chunk = np.ones(len(chunks), bool)
+    languages = choose_languages(chunked.languages)
+    if not recipe.evaluate and not task.voices:
+        usual = lexical or choose_words(Bodies((), ()), (), languages, recipe.seed)
+        return Fitted(usual, {}, every_chunk, fit, None)
     text = mine_evaluation(
         task.documents,
         chunks,
@@ -479,7 +512,6 @@ def _fit(task: Task, chunked: Chunked, corpus: str, old: Index | None) -> Fitted
     bodies = Bodies(text.bodies, chunked.languages)
     if lexical is None:
         tuning = text.queries.tuning if recipe.evaluate else []
-        languages = choose_languages(chunked.languages)
         lexical = choose_words(bodies, tuning, languages, recipe.seed)
     voices: dict[SetName, FittedVoice] = {}
     sides: dict[SideName, SideVectors] = {}
@@ -493,8 +525,7 @@ def _fit(task: Task, chunked: Chunked, corpus: str, old: Index | None) -> Fitted
         evaluation = evaluate(bodies, owners, text.queries, lexical, sides, recipe.seed)
         near = task.known_copies().near
         evaluation = msgspec.structs.replace(evaluation, near_copies=near)
-    fit = Fit(id=_fit_id(task, corpus), documents=num_documents, chunks=len(chunks))
-    return Fitted(lexical, voices, np.ones(len(chunks), bool), fit, evaluation)
+    return Fitted(lexical, voices, every_chunk, fit, evaluation)
 
 
 def _known_lexical(task: Task, old: Index | None, corpus: str) -> LexicalChoice | None:

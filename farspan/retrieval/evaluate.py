@@ -69,6 +69,10 @@ COMPARED = (
 )
 
 
+#: Why words answer where nothing else could.
+ONLY_WORDS = "the index has no other voice"
+
+
 class Quality(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Means over the queries, between 0 and 1."""
 
@@ -121,6 +125,11 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def default(self) -> Literal["bm25", "fused"]:
         """The system that searches use."""
         return "bm25" if self.choice.mix.voices == ("bm25",) else "fused"
+
+    @property
+    def has_words_alone(self) -> bool:
+        """Whether words were all that could be measured."""
+        return all(kind.systems.keys() == {"bm25"} for kind in self.kinds.values())
 
 
 class SideVectors(msgspec.Struct, frozen=True):
@@ -318,6 +327,8 @@ def format_evaluation(evaluation: Evaluation, lexical: LexicalChoice) -> str:
     tuned_on = join_words(tuned) or "no queries"
     default = describe_mix(evaluation.choice.mix)
     evidence = explain_choice(evaluation.choice)
+    if evaluation.has_words_alone:
+        evidence = ONLY_WORDS
     words = format_lexical(lexical)
     lines += [
         f"title queries: the titles of {join_words(sources)}, split at separators",

@@ -202,11 +202,14 @@ def choose_queries(
     val = [n for n in named if n >= train][:MAX_REPORTED_DOCUMENTS]
     rest = [n for n in named if n < train]
     tuned = rest[: min(most_tuning, max_train)]
-    num_filling = min(max(MIN_REPORTED_DOCUMENTS - len(val), 0), max_train)
-    filling = rest[len(tuned) :][:num_filling]
+    room = min(max(MIN_REPORTED_DOCUMENTS - len(val), 0), max_train)
+    filling = rest[len(tuned) :][:room]
 
     shuffled = [own[int(n)] for n in rng.permutation(len(own))]
-    reported = groups.name_queries(val + filling)
+    reported = groups.name_queries(val)
+    filled = groups.name_queries(filling)
+    num_filling = sum(query.kind == "title" for query in filled)
+    reported += filled
     reported += groups.question_queries(reported_questions)
     reported += shuffled[len(own) // 2 :]
     tuning = groups.name_queries(tuned)
@@ -214,7 +217,7 @@ def choose_queries(
     tuning += shuffled[: len(own) // 2]
     relevant = _relevant_documents(reported)
     tuning = [query for query in tuning if relevant.isdisjoint(query.relevant)]
-    return Queries(reported, tuning, len(filling))
+    return Queries(reported, tuning, num_filling)
 
 
 def _names_its_text(document: Document, body: str) -> bool:

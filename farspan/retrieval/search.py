@@ -18,7 +18,7 @@ from farspan.domain.problems import Refusal
 from farspan.domain.units import counted
 from farspan.retrieval.choose import MixChoice, usual_mix
 from farspan.retrieval.chunk import Chunk
-from farspan.retrieval.evaluate import explain_choice
+from farspan.retrieval.evaluate import ONLY_WORDS, explain_choice
 from farspan.retrieval.filtered_vectors import FilteredVectors
 from farspan.retrieval.filters import Bindings, Where
 from farspan.retrieval.hybrid_ranking import (
@@ -250,6 +250,8 @@ def choose_ranking(index: Index, system: System | None, known: bool) -> RankingB
         why = "asked for"
     elif not known and embedders:
         why = NO_WORD
+    elif not manifest.sets:
+        why = ONLY_WORDS
     elif evaluation is None:
         why = not_evaluated(manifest.recipe)
     else:

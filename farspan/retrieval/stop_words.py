@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from importlib import resources
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
 
 #: bm25s' lists by language; Norwegian has three codes. Others are in the catalog.
 _LISTED = {
@@ -36,12 +38,21 @@ def stop_words(language: str) -> frozenset[str]:
     """Return the stop words of a language (ISO 639-1); none for one without a list."""
     if language not in _LISTED:
         return _catalog_lists().get(language, frozenset())
-    with warnings.catch_warnings():
-        # In a notebook that lacks its widgets tqdm, which bm25s imports, complains.
-        warnings.simplefilter("ignore")
-        from bm25s import stopwords
-    listed = frozenset(getattr(stopwords, f"STOPWORDS_{_LISTED[language]}"))
+    listed = frozenset(getattr(_bm25s_lists(), f"STOPWORDS_{_LISTED[language]}"))
     return (listed - _NOT_ENGLISH) | _MORE_ENGLISH if language == "en" else listed
+
+
+@functools.cache
+def _bm25s_lists() -> Any:
+    """Return bm25s' module of stop words, without the package: a search need not wait for SciPy."""
+    package = find_spec("bm25s")
+    assert package is not None and package.origin is not None
+    place = Path(package.origin).with_name("stopwords.py")
+    spec = spec_from_file_location("bm25s_stopwords", place)
+    assert spec is not None and spec.loader is not None
+    lists = module_from_spec(spec)
+    spec.loader.exec_module(lists)
+    return lists
 
 
 @functools.cache

@@ -5,8 +5,6 @@ Only loopback is asked, and nothing is retried: without an answer one opens the 
 
 from __future__ import annotations
 
-import urllib.parse
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from farspan.retrieval.serve.server_info import find_server
 #: A server that is busy is not waited for longer than opening the index takes.
 SERVER_ANSWER_S = 5.0
 _MOST_BYTES = 1 << 24
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def ask(
@@ -32,13 +31,15 @@ def ask(
     """Return the answer of the server of the run at `run`; None where there is none, or it does not
     answer so in time."""
     address = find_server(run)
-    if address is None or urllib.parse.urlsplit(address[0]).hostname not in (
-        "127.0.0.1",
-        "::1",
-        "localhost",
-    ):
+    if address is None:
         return None
+    # Most searches find no server, and need not wait for these.
+    import urllib.parse
+    import urllib.request
+
     url, token = address
+    if urllib.parse.urlsplit(url).hostname not in LOOPBACK:
+        return None
     form = {"q": query, "k": k, "system": system, "where": where}
     request = urllib.request.Request(
         f"{url}/api/search", headers={"Content-Type": "application/json"}
