@@ -5,7 +5,6 @@ An index is a run's (`RUN/index`), or has a folder of its own (`farspan index`).
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -191,9 +190,6 @@ def _own_model(
     run: RunFolder, device: Device, processes: int, report: Callable[[str], None], stack: ExitStack
 ) -> OwnModel:
     """Load a run's model as a voice of its index."""
-    # Two threads that wait by spinning take five times as long beside a busy process. OpenMP reads
-    # this when PyTorch is first imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from farspan.launch.trust import require_own_links
     from farspan.retrieval.own_voice import OwnModel
     from farspan.retrieval.pooling import Processes

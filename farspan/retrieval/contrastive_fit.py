@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farspan.retrieval.cooccurrence import cooccurrence_vectors
+from farspan.retrieval.cpu_threads import one_thread_each
 from farspan.retrieval.index import FitSettings
 from farspan.retrieval.index_work import IndexWork
 from farspan.retrieval.pairs import Pairs
@@ -112,7 +113,9 @@ def fit_embedder(
         (queries_QF - query_mean_F) @ whitening_FF,
     ]
     fitted = _initial_parameters(bags[0], frequencies_V, passages_NF.shape[1], fit)
-    _minimize_contrastive_loss(fitted, bags, states, pairs, fit, work or IndexWork(), seconds)
+    # Of two threads a step takes 0.8 times as long, and five times beside a busy process.
+    with one_thread_each():
+        _minimize_contrastive_loss(fitted, bags, states, pairs, fit, work or IndexWork(), seconds)
 
     # Whitening becomes part of the projections.
     for kind, mean_F in zip(KINDS, (passage_mean_F, query_mean_F), strict=True):

@@ -30,13 +30,13 @@ from farspan.retrieval.index_work import IndexWork
 from farspan.retrieval.names import spread
 from farspan.retrieval.pairs import Pairs
 from farspan.retrieval.passages import Damaged
-from farspan.retrieval.pooling import Processes, pool_batch
+from farspan.retrieval.pooling import Processes, pool_batches
 from farspan.retrieval.stores import Vectors
 from farspan.runtime.model.compute_dtype import product_dtype
 from farspan.runtime.model.decoder import Decoder
 
-#: Texts a batch: enough to fill the cores with chunks of 128 tokens, and activations stay in cache.
-_BATCH_SIZE = 32
+#: Tokens a batch, with padding: enough to fill a core, and activations stay in cache.
+_BATCH_TOKENS = 4096
 #: Fewer batches are not worth sending to other processes.
 _MIN_SHARED_BATCHES = 8
 #: The weight of a token that every text has: the mean of a text without others stays defined.
@@ -171,8 +171,7 @@ class Embedder:
         # Shortest first, so that rows of a batch are of nearly one length.
         order = [row for row, text in enumerate(ids) if len(text)]
         order.sort(key=lambda row: len(ids[row]))
-        starts = range(0, len(order), _BATCH_SIZE)
-        batches = [order[start : start + _BATCH_SIZE] for start in starts]
+        batches = _batches(order, [len(text) for text in ids])
 
         with self._work.features(self._features_id(ids)) as features:
             self._work.start_kind("embedding")
@@ -202,8 +201,7 @@ class Embedder:
         end = self._tokenizer.end_of_text
         texts = [[ids[row] for row in rows] for rows in batches]
         if self._processes is None or len(batches) < _MIN_SHARED_BATCHES:
-            for batch in texts:
-                yield pool_batch(self._model, weights_V, end, batch)
+            yield from pool_batches(self._model, weights_V, end, texts)
             return
         yield from self._processes.pooled(self._model, weights_V, end, texts)
 
@@ -218,6 +216,17 @@ class Embedder:
             digest.update(len(text).to_bytes(8, "little"))
             digest.update(text.numpy().tobytes())
         return digest.hexdigest()
+
+
+def _batches(order: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+    """Return rows in batches of about _BATCH_TOKENS; `order` has the shortest texts first."""
+    batches: list[list[int]] = []
+    for row in order:
+        # The last row of a batch is its longest.
+        if not batches or (len(batches[-1]) + 1) * lengths[row] > _BATCH_TOKENS:
+            batches.append([])
+        batches[-1].append(row)
+    return batches
 
 
 def _read_fitted(path: Path) -> dict[str, Tensor]:

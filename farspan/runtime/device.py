@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib.util
 import os
@@ -291,13 +292,17 @@ def release_memory(device: torch.device) -> None:
 
 
 def _cpu_name() -> str:
-    try:
+    return read_cpu_info("model name") or platform.processor() or platform.machine()
+
+
+@functools.cache
+def read_cpu_info(key: str) -> str:
+    """Return a value of /proc/cpuinfo of the first core; empty where Linux does not have it."""
+    with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
+            if line.startswith(key):
                 return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    return ""
 
 
 def _cuda_device(index: int) -> Device:

@@ -1,18 +1,13 @@
 """The forward pass of a BERT-like encoder in torch, for passages.
 
 Texts of nearly one length are a batch; on a CPU each core computes its own batch by one thread.
-Two threads on one product wait for each other by spinning: next to a busy process that took five
-times as long (docs/decisions/0029-ready-encoders.md).
 
 Shapes: B texts, S positions, T = B S, D size of a state, H heads, K size of a head.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from farspan.retrieval.cpu_threads import compute_on_threads, one_thread_each
 from farspan.retrieval.encoders.architecture import (
     Architecture,
     Layer,
@@ -32,9 +28,6 @@ from farspan.retrieval.encoders.numpy_forward import relative_buckets
 from farspan.retrieval.encoders.tensors import Floats
 from farspan.runtime.device import usable_gpus
 from farspan.runtime.native_dtypes import has_native_bf16
-
-#: Batches that wait for each thread: enough that none is idle.
-_AHEAD = 2
 
 
 class _Product(NamedTuple):
@@ -75,9 +68,7 @@ class TorchForward:
             for batch in batches:
                 yield self._compute(batch)
             return
-        threads = torch.get_num_threads()
-        with _one_thread_each(), ThreadPoolExecutor(threads) as pool:
-            yield from _in_order(pool, self._compute, batches, threads * _AHEAD)
+        yield from compute_on_threads(self._compute, batches)
 
     @torch.inference_mode()
     def _compute(self, ids: Sequence[Ids]) -> Floats:
@@ -154,7 +145,7 @@ def sum_bags(rows_FE: Floats, columns: Ids, starts_N: Ids) -> Floats:
     """Return the sums (N, E) of a matrix's rows; bag n is `columns` from `starts_N[n]` on."""
     flat = torch.from_numpy(columns)
     starts = torch.from_numpy(starts_N)
-    with _one_thread_each():
+    with one_thread_each():
         sums_NE = F.embedding_bag(flat, torch.from_numpy(rows_FE), starts, mode="sum")
     return sums_NE.numpy()
 
@@ -175,32 +166,3 @@ def _product_dtype(device: torch.device) -> torch.dtype:
     if device.type == "cpu" and torch.cpu._is_avx512_bf16_supported():
         return torch.bfloat16
     return torch.float32
-
-
-@contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """Let each thread compute alone within."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _in_order(
-    pool: ThreadPoolExecutor,
-    compute: Callable[[Sequence[Ids]], Floats],
-    batches: Sequence[Sequence[Ids]],
-    ahead: int,
-) -> Iterator[Floats]:
-    """Yield the result of each batch in order, `ahead` of them begun."""
-    tasks = (pool.submit(compute, batch) for batch in batches)
-    waiting: list[Future[Floats]] = list(itertools.islice(tasks, ahead))
-    try:
-        while waiting:
-            yield waiting.pop(0).result()
-            waiting += itertools.islice(tasks, 1)
-    finally:
-        for task in waiting:
-            task.cancel()
