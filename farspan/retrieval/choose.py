@@ -5,7 +5,7 @@ Titles and openings are in their authors' words, which flatters keyword search: 
 documentation they chose half the weight for a ready encoder that questions which people asked would
 have chosen. So an encoder begins with the weight that those corpora agree on (ENCODER_SHARE), and
 only questions move it; titles and openings can refuse it. The run's own vectors have no such
-evidence: they stay only where the 95 % interval of their gain is above 0.
+evidence: they stay only where the 95 % interval of their gain is above 0, and have half at most.
 
 Shapes: Q queries, C candidates of a query, V voices, W mixes.
 """
@@ -46,6 +46,10 @@ WEIGHT_STEPS = 20
 #: The encoder's share beside words, also where its table embeds queries [fitted: perl-doc, R's
 #: manuals and Debian's, questions that people asked: best at .80 to .85].
 ENCODER_SHARE = 0.85
+#: The share of the run's own vectors at most: titles, which they were fitted to, choose .85 to 1,
+#: and questions that people asked find a third less by them alone than by words [perl-doc, Debian's
+#: manuals: words .616 and .425, own vectors .41 and .30, half each .645 and .43].
+MAX_OWN_SHARE = 0.5
 #: What a share's squared distance from that costs, in nDCG@10 summed over the questions [fitted: on
 #: the same corpora, by drawing 10 to 100 of the questions to choose on].
 PRIOR_STRENGTH = 20
@@ -302,7 +306,7 @@ def _add_own_vectors(measured: _Measured, mix: Mix, counted_Q: npt.NDArray[np.bo
     if not counted_Q.any():
         return mix
     shares = [step / WEIGHT_STEPS for step in range(1, WEIGHT_STEPS + 1)]
-    mixes = [_add_voice(mix, "model", share) for share in shares]
+    mixes = [_add_voice(mix, "model", share) for share in shares if share <= MAX_OWN_SHARE]
     gain_WQ = (measured.ndcg(mixes) - measured.ndcg([mix]))[:, counted_Q]
     best = int(gain_WQ.mean(axis=1).argmax())
     return mixes[best] if measured.is_certain_gain(gain_WQ[best]) else mix

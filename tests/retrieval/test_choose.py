@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from farspan.retrieval.bm25 import K1, B
 from farspan.retrieval.choose import (
     ENCODER_SHARE,
+    MAX_OWN_SHARE,
     Bodies,
     LexicalChoice,
     MixChoice,
@@ -191,6 +192,8 @@ def scored(bm25, encoder=None, model=None, relevant=0):
 RIGHT = [3, 2, *[1] * 8]
 WRONG = [2, 3, *[1] * 8]
 LOST = [1, *[2] * 9]
+#: The right document is far ahead.
+AHEAD = [6, 2, *[1] * 8]
 
 
 def test_scores_of_mixes_are_those_of_a_plain_loop():
@@ -247,7 +250,7 @@ def test_encoder_that_is_worse_for_certain_is_refused_by_titles_too():
 
 @pytest.mark.parametrize("kind", ["title", "question"])
 def test_own_vectors_stay_only_where_they_find_more_for_certain(kind):
-    better = [scored(WRONG, model=RIGHT) for _ in range(40)]
+    better = [scored(WRONG, model=AHEAD) for _ in range(40)]
     worse = [scored(RIGHT, model=WRONG) for _ in range(40)]
     alike = [scored(RIGHT, model=RIGHT) for _ in range(40)]
     voices = ("bm25", "model")
@@ -261,9 +264,18 @@ def test_own_vectors_stay_only_where_they_find_more_for_certain(kind):
     assert chosen([better[0], alike[0], worse[0]]).mix == WORDS_ALONE
 
 
+def test_own_vectors_have_half_at_most():
+    """Titles, which they were fitted to, would leave words out."""
+    queries = [scored([1, 6, 6, *[1] * 7], model=[6, 2, 4, *[1] * 7]) for _ in range(40)]
+    alone = measure_mixes(queries, floats([[0.5, 0.5], [0, 1]]))
+    assert (alone[1] > alone[0]).all()
+    chosen = choose_mix(queries, ["title"] * 40, ("bm25", "model"), 0)
+    assert chosen.mix.model <= MAX_OWN_SHARE == 0.5
+
+
 def test_beside_an_encoder_titles_say_nothing_of_own_vectors():
     """They were fitted to such pairs."""
-    queries = [scored(WRONG, WRONG, RIGHT) for _ in range(40)]
+    queries = [scored(WRONG, WRONG, AHEAD) for _ in range(40)]
     voices = ("bm25", "encoder", "model")
     titles = choose_mix(queries, ["title"] * 40, voices, 0)
     asked = choose_mix(queries, ["question"] * 40, voices, 0)
