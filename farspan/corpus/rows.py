@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import IO, Any
 
 from farspan.corpus.reading import (
@@ -259,12 +259,17 @@ def row_document(
     )
 
 
-def is_called_by_place(document: Document) -> bool:
-    """Return True for a row without a title, which is called by where it stands: nobody asks for
-    it by that."""
-    origin = document.origin
-    has_place = ":" in document.title or origin.startswith("hf:")
-    return has_place and origin.replace(":", " ").endswith(document.title.replace(":", " "))
+def is_called_by_place(title: str, origin: str) -> bool:
+    """Return True for the title of a row without one, which is called by where it stands: nobody
+    asks for it by that."""
+    has_place = ":" in title or origin.startswith("hf:")
+    return has_place and origin.replace(":", " ").endswith(title.replace(":", " "))
+
+
+def is_called_by_number(title: str, origin: str) -> bool:
+    """Return True for the title of a file without one that is its name with a number, such as
+    `scan-0034`."""
+    return any(map(str.isdigit, title)) and title == PurePath(origin).stem
 
 
 def lacks_text(fields: FieldsConfig) -> str:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import msgspec
 import numpy as np
@@ -39,7 +39,7 @@ from farspan.launch.trust import require_server, seal_server
 from farspan.retrieval import passages, stores
 from farspan.retrieval.bm25 import BM25Index, Numbered
 from farspan.retrieval.choose import Bodies, LexicalChoice, choose_words
-from farspan.retrieval.chunk import Chunk, chunk_document
+from farspan.retrieval.chunk import Chunk, begins_with, chunk_document
 from farspan.retrieval.evaluate import Evaluation, SideName, SideVectors, evaluate
 from farspan.retrieval.evaluation_text import mine_evaluation
 from farspan.retrieval.filters import field_value
@@ -87,6 +87,14 @@ class ServerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     store: str
     table: Table
     dim: int
+
+
+class Listed(NamedTuple):
+    """The documents of an index, the language of each, and their hash."""
+
+    documents: list[IndexedDocument]
+    languages: list[str]
+    corpus: str
 
 
 @dataclass(frozen=True)
@@ -149,9 +157,11 @@ def build(task: Task) -> IndexManifest:
         if manifest is None:
             cache.mkdir(exist_ok=True)
             task.work.folder = cache
+            languages = detect_languages([document.text for document in task.documents])
+            listed = Listed(documents, languages, corpus)
             if before is None and (task.voices or task.recipe.evaluate):
-                before = _build_words(task, building, documents, corpus)
-            manifest = _write_index(task, building, documents, corpus, before)
+                before = _build_words(task, building, listed)
+            manifest = _write_index(task, building, listed, before)
             save(manifest, path / INDEX_MANIFEST)
             _remove_others(path, {INDEX_MANIFEST, manifest.files}, building)
         _drop_old_vectors(path, building, manifest, task.write_line)
@@ -159,14 +169,12 @@ def build(task: Task) -> IndexManifest:
     return manifest
 
 
-def _build_words(
-    task: Task, building: Path, documents: list[IndexedDocument], corpus: str
-) -> IndexManifest:
+def _build_words(task: Task, building: Path, listed: Listed) -> IndexManifest:
     """Complete an index of words alone, made in the usual way: it answers while queries are tuned
     on and vectors are made."""
     recipe = msgspec.structs.replace(task.recipe, evaluate=False)
     alone = replace(task, voices=(), origin=None, encoder=None, recipe=recipe)
-    manifest = _write_index(alone, building, documents, corpus, None)
+    manifest = _write_index(alone, building, listed, None)
     save(manifest, task.path / INDEX_MANIFEST)
     next_step = "vectors follow" if task.voices else "how well they find is measured now"
     task.write_line(f"searches by words answer already; {next_step}")
@@ -251,8 +259,7 @@ def _remove_others(folder: Path, kept: set[str], building: Path) -> None:
 def _write_index(
     task: Task,
     building: Path,
-    documents: list[IndexedDocument],
-    corpus: str,
+    listed: Listed,
     before: IndexManifest | None,
 ) -> IndexManifest:
     """Write the files of the index into a folder of their own, and fill its store."""
@@ -260,13 +267,13 @@ def _write_index(
         old = _open_reusable(task, before)
         if old is not None:
             stack.callback(old.close)
-        chunked = _chunk_documents(task, documents, old)
+        chunked = _chunk_documents(task, listed, old)
         if not chunked.chunks:
             raise Refusal(
                 "no-documents",
                 what="there is nothing to index",
                 where=task.path.parent,
-                fact=f"{counted(len(documents), 'document')}, none with text",
+                fact=f"{counted(len(listed.documents), 'document')}, none with text",
                 remedy="name a source with text: farspan init FOLDER",
             )
 
@@ -277,9 +284,9 @@ def _write_index(
             fitted = _extend(task, chunked, old)
             recipe = msgspec.structs.replace(recipe, evaluate=old.manifest.recipe.evaluate)
         else:
-            fitted = _fit(task, chunked, corpus, old)
+            fitted = _fit(task, chunked, listed.corpus, old)
 
-        manifest = _manifest_of(task, chunked, fitted, recipe, corpus)
+        manifest = _manifest_of(task, chunked, fitted, recipe, listed.corpus)
         _write_files(task, chunked, fitted, manifest, old)
         _record_tables(building, task.path, before, manifest)
         for voice in task.voices:
@@ -386,13 +393,14 @@ def _known_bm25(old: Index | None, manifest: IndexManifest) -> BM25Index | None:
 
 
 def _build_bm25(task: Task, chunked: Chunked, choice: LexicalChoice) -> BM25Index:
-    """Build BM25 of documents; it also finds a document by its titles, and by those of its
-    copies."""
+    """Build BM25 of documents; it also finds a document by its titles, and by those of its copies,
+    where its text does not begin with them."""
     words = Words(choice.rules)
     texts = []
     for document, text in zip(chunked.documents, task.documents, strict=True):
-        titles = [document.title, *(place.title for place in document.places)]
-        texts.append("\n".join([*dict.fromkeys(titles), text.text]))
+        titles = dict.fromkeys([document.title, *(place.title for place in document.places)])
+        others = [title for title in titles if not begins_with(text.text, title)]
+        texts.append("\n".join([*others, text.text]))
     numbered = Numbered(map(words.of_text, texts, chunked.languages))
     return BM25Index.build(numbered, choice.k1, choice.b)
 
@@ -449,7 +457,7 @@ def _owns_vectors(path: Path, manifest: IndexManifest) -> bool:
     return True
 
 
-def _chunk_documents(task: Task, documents: list[IndexedDocument], old: Index | None) -> Chunked:
+def _chunk_documents(task: Task, listed: Listed, old: Index | None) -> Chunked:
     """Chunk every document; the chunks of documents that the old index has are read from it."""
     known: dict[str, int] = {}
     if old is not None:
@@ -457,6 +465,7 @@ def _chunk_documents(task: Task, documents: list[IndexedDocument], old: Index | 
         # content gives them.
         for number, document in enumerate(old.documents):
             known.setdefault(document.key, number)
+    documents = listed.documents
     chunks: list[Chunk] = []
     for number, (document, text) in enumerate(zip(documents, task.documents, strict=True)):
         if old is not None and document.key in known:
@@ -467,8 +476,7 @@ def _chunk_documents(task: Task, documents: list[IndexedDocument], old: Index | 
             chunks += chunk_document(text, number, task.recipe.chunk_tokens)
     texts_N = np.array([text_hash(chunk.indexed) for chunk in chunks], np.int64)
     new = sum(document.key not in known for document in documents)
-    languages = detect_languages([document.text for document in task.documents])
-    return Chunked(documents, languages, _make_ids_unique(chunks), texts_N, new)
+    return Chunked(documents, listed.languages, _make_ids_unique(chunks), texts_N, new)
 
 
 def _make_ids_unique(chunks: list[Chunk]) -> list[Chunk]:
@@ -492,7 +500,7 @@ def _fit(task: Task, chunked: Chunked, corpus: str, old: Index | None) -> Fitted
     chunks = chunked.chunks
     num_documents = len(chunked.documents)
     lexical = _known_lexical(task, old, corpus)
-    if old is None or task.refit or old.manifest.corpus != corpus:
+    if old is None or old.manifest.corpus != corpus:
         num_passages = counted(len(chunks), "passage")
         task.write_line(f"indexing {counted(num_documents, 'document')} in {num_passages}")
     fit = Fit(id=_fit_id(task, corpus), documents=num_documents, chunks=len(chunks))
@@ -530,7 +538,7 @@ def _fit(task: Task, chunked: Chunked, corpus: str, old: Index | None) -> Fitted
 
 def _known_lexical(task: Task, old: Index | None, corpus: str) -> LexicalChoice | None:
     """Return how an index of the same text makes words; None where that is to be chosen."""
-    if old is None or task.refit or old.manifest.corpus != corpus:
+    if old is None or old.manifest.corpus != corpus:
         return None
     is_chosen = old.manifest.recipe.evaluate or not task.recipe.evaluate
     return old.manifest.lexical if is_chosen else None

@@ -17,6 +17,7 @@ from itertools import accumulate
 
 import msgspec
 
+from farspan.corpus.rows import is_called_by_number, is_called_by_place
 from farspan.domain.corpus import Document
 from farspan.domain.struct_files import to_json
 from farspan.retrieval.names import combining_marks
@@ -86,8 +87,15 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def indexed(self) -> str:
-        """The text that is embedded: the first passage goes with the title."""
-        return f"{self.title}\n{self.text}" if self.first else self.text
+        """The text that is embedded: the first passage goes with the title where it does not begin
+        with it. Names of places and numbered files are left out: on Debian's manuals they cost an
+        encoder .08 of nDCG@10."""
+        if not self.first or begins_with(self.text, self.title):
+            return self.text
+        place = (self.title, self.origin)
+        if is_called_by_place(*place) or is_called_by_number(*place):
+            return self.text
+        return f"{self.title}\n{self.text}"
 
 
 def head_length(document: Document) -> int:
@@ -106,6 +114,12 @@ def head_length(document: Document) -> int:
         head = lines[1]
     has_body = document.text[head.end() :].strip()
     return head.end() if has_body else len(document.text)
+
+
+def begins_with(text: str, title: str) -> bool:
+    """Return whether the first line with letters or digits repeats the title."""
+    lines = (match[0] for match in _LINE.finditer(text))
+    return next(filter(None, map(bare, lines)), "") == bare(title)
 
 
 def bare(line: str) -> str:

@@ -69,6 +69,8 @@ COMPARED = (
 )
 
 
+#: Cosines that are computed at once: 16 MB.
+COSINE_BLOCK = 1 << 22
 #: Why words answer where nothing else could.
 ONLY_WORDS = "the index has no other voice"
 
@@ -168,10 +170,10 @@ def evaluate(
         return lambda row: score_words(bm25.bm25_scores(words.of_query(asked[row].text)))
 
     def side_scores(name: SideName, vectors_QE: Vectors) -> Callable[[int], VoiceScores]:
-        chunks_CE = sides[name].chunks
+        cosines_of = cosine_rows(sides[name].chunks, vectors_QE)
 
         def score(row: int) -> VoiceScores:
-            cosines_C = chunks_CE @ vectors_QE[row]
+            cosines_C = cosines_of(row)
             scores_N = best_by_document(owners_C, cosines_C, count)
             return VoiceScores(scores_N, float(cosines_C.std()))
 
@@ -229,6 +231,23 @@ def evaluate(
         with_body=with_body,
         seed=seed,
     )
+
+
+def cosine_rows(chunks_CE: Vectors, vectors_QE: Vectors) -> Callable[[int], Floats]:
+    """Return a function of a query's row that returns its cosines (C): rows that are asked for one
+    after the other are computed many at a time."""
+    block = max(1, COSINE_BLOCK // max(len(chunks_CE), 1))
+    block_rows: list[int] = []
+    block_QC: list[Floats] = []
+
+    def cosines(row: int) -> Floats:
+        if row not in block_rows:
+            last = min(row + block, len(vectors_QE))
+            block_rows[:] = range(row, last)
+            block_QC[:] = vectors_QE[row:last] @ chunks_CE.T
+        return block_QC[row - block_rows[0]]
+
+    return cosines
 
 
 def _voices_of(sides: Mapping[SideName, SideVectors], encoder: SideName) -> dict[Voice, SideName]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from farspan.corpus.distinct_texts import Copies
 from farspan.domain.corpus import Document
-from farspan.retrieval.chunk import Chunk, head_length
+from farspan.retrieval.chunk import Chunk, begins_with, head_length
 from farspan.retrieval.hybrid_ranking import query_form
 from farspan.retrieval.queries import (
     Queries,
@@ -103,4 +103,6 @@ def mine_evaluation(
 
 def _text_in_index(document: Document) -> str:
     """Return the text that BM25 finds a document by."""
+    if begins_with(document.text, document.title):
+        return document.text
     return f"{document.title}\n{document.text}"

@@ -92,7 +92,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     #: Whether it is measured how well the index searches.
     evaluate: bool = True
     #: Raised whenever the same fields come to give another index.
-    version: int = 9
+    version: int = 10
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

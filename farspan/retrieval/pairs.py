@@ -88,17 +88,15 @@ def _mine_hard_negatives(
         return []
     words = Words()
     lexical = BM25Index.build(map(words.of_text, passages))
-    usable_N = ~np.isin(groups, list(excluded))
+    is_excluded_N = np.isin(groups, list(excluded))
     count = min(NUM_NEGATIVES + MAX_PASSAGES_OF_TITLE, len(passages))
     mined = []
     for text, documents in zip(asked, own, strict=True):
-        scores_N = np.where(usable_N, lexical.bm25_scores(words.of_query(text)), 0)
-        first = np.argpartition(-scores_N, count - 1)[:count]
-        mined.append(
-            [
-                int(row)
-                for row in np.sort(first)
-                if scores_N[row] > 0 and groups[row] not in documents
-            ]
-        )
+        scores_N = lexical.bm25_scores(words.of_query(text))
+        scores_N[is_excluded_N] = 0
+        rows_R = np.flatnonzero(scores_N)
+        if len(rows_R) > count:
+            best = np.argpartition(-scores_N[rows_R], count - 1)[:count]
+            rows_R = np.sort(rows_R[best])
+        mined.append([row for row in rows_R.tolist() if groups[row] not in documents])
     return mined

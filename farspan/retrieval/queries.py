@@ -11,14 +11,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from pathlib import PurePath
 from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
 from farspan.corpus.distinct_texts import Copies
-from farspan.corpus.rows import is_called_by_place
+from farspan.corpus.rows import is_called_by_number, is_called_by_place
 from farspan.domain.corpus import Document, Heading
 from farspan.retrieval.chunk import Chunk, bare, head_length
 from farspan.retrieval.names import query_form
@@ -223,10 +222,10 @@ def choose_queries(
 def _names_its_text(document: Document, body: str) -> bool:
     """Return False for a title that nobody would ask for: the place of a row without one, or a
     file's name with a number, such as `IMG_2041`, with no word that the text has."""
-    if is_called_by_place(document):
+    place = (document.title, document.origin)
+    if is_called_by_place(*place):
         return False
-    is_numbered = any(map(str.isdigit, document.title))
-    if not is_numbered or document.title != PurePath(document.origin).stem:
+    if not is_called_by_number(*place):
         return True
     words = Words()
     return not set(words.of_text(document.title)).isdisjoint(words.of_text(body))

@@ -107,6 +107,8 @@ _FINNISH_NEN = re.compile("nen$")
 _MIN_STOP_WORDS = 2
 #: Tokens whose words are kept, of each language, and words whose stems are.
 _MAX_CACHED = 1 << 18
+#: Rules whose tokens are kept: as many as an index compares, with and without stems.
+_MAX_RULES = 4
 
 _DIGIT = re.compile(r"\d")
 #: Particles of Korean that stand behind a noun, the longer ones first.
@@ -158,7 +160,7 @@ class Words:
 
     def __init__(self, rules: WordRules = WordRules()) -> None:
         self.rules = rules
-        self._caches: dict[str, _TokenCache] = {}
+        self._caches = _token_caches(rules.stems, rules.languages)
         self._languages: dict[str, tuple[str, ...]] = {}
 
     def of_text(self, text: str, language: str = "") -> list[str]:
@@ -196,10 +198,11 @@ class Words:
                 yield Match(match.start(), match.end(), shared)
 
     def _cache(self, language: str) -> _TokenCache:
-        if language not in self._caches:
+        cache = self._caches.get(language)
+        if cache is None:
             read = functools.partial(self._read_token, language)
-            self._caches[language] = _TokenCache(read)
-        return self._caches[language]
+            cache = self._caches.setdefault(language, _TokenCache(read))
+        return cache
 
     def _read_token(self, language: str, token: str) -> tuple[str, ...]:
         """Return the words that a document's token is found by."""
@@ -286,6 +289,13 @@ class Words:
             if languages:
                 stops |= _likely_stop_words(words, languages)
         return stops
+
+
+@functools.lru_cache(_MAX_RULES)
+def _token_caches(stems: bool, languages: tuple[str, ...]) -> dict[str, _TokenCache]:
+    """Return the caches of a corpus' rules by language: an index reads the same tokens many
+    times."""
+    return {}
 
 
 def choose_languages(languages: Sequence[str]) -> tuple[str, ...]:

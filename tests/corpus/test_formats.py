@@ -196,7 +196,11 @@ def test_a_row_of_a_table_is_a_document_cited_by_its_row(
     assert documents["a.csv.gz:3"].title == "a.csv.gz:3"
     assert documents["a.jsonl:2"].title == "a.jsonl:2"
     assert documents["a.json:1.2"].text == "A rowan."
-    called = {name for name, document in documents.items() if is_called_by_place(document)}
+    called = {
+        name
+        for name, document in documents.items()
+        if is_called_by_place(document.title, document.origin)
+    }
     in_zip = {name.removeprefix("a.zip/folder/") for name in called}
     assert {"a.csv:2", "a.jsonl:2", "a.json:1.2", "a.xlsx:3"} <= called & in_zip
     assert not called & {"a.jsonl:1", "a.py", "a.txt", "a.mbox:1", "a.eml"}

@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from msgspec.structs import replace
 
@@ -31,6 +32,7 @@ from farspan.domain.train import Muon, Regularization
 from farspan.estimate.network import Network
 from farspan.estimate.stage import Costs
 from farspan.estimate.traffic import traffic
+from farspan.retrieval import pooling
 from farspan.retrieval.hybrid_ranking import System
 from farspan.retrieval.search import search
 from tests.golden.commands import RUN, desk
@@ -307,8 +309,9 @@ def _merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 def small_run(folder: Path) -> Iterator[tuple[str, Any]]:
     """The keys of what commands print of a run of four steps, and what its index answers to thirty
     questions."""
-    with desk() as here:
-        # One CPU, whatever else the machine has.
+    fp32 = mock.patch.object(pooling, "bf16_is_fast", return_value=False)
+    with desk() as here, fp32:
+        # One CPU, whatever else the machine has, also of units for bf16.
         (here / "own.yaml").write_text(
             RUN.replace("{cluster: cluster.yaml}", "{workers: 1, device: cpu}")
         )

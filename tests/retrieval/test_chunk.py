@@ -124,6 +124,25 @@ def test_the_head_is_the_first_line_and_a_repeated_title(title, text, head):
     assert text[: head_length(document(text, title))] == head
 
 
+@pytest.mark.parametrize(
+    ("title", "origin", "text", "is_added"),
+    [
+        ("Barges", "a/barges.md", "On the Rhine.\n\nThey float.", True),
+        ("Barges", "a/barges.md", "# Barges\n\nThey float.", False),
+        ("Barges", "a/barges.md", "\n---\nBARGES!\nThey float.", False),
+        ("barges", "a/barges.txt", "On the Rhine.", True),
+        ("scan-0034", "a/scan-0034.txt", "On the Rhine.", False),
+        ("IMG_2041", "IMG_2041.pdf", "On the Rhine.", False),
+        ("2041 A Space Odyssey", "book.epub", "On the Rhine.", True),
+        ("rivers.csv:7", "a/rivers.csv:7", "On the Rhine.", False),
+    ],
+)
+def test_a_title_is_embedded_once_and_names_of_places_are_not(title, origin, text, is_added):
+    document = Document(title=title, origin=origin, text=text)
+    first = chunk_documents([document], 32)[0]
+    assert first.indexed == (f"{title}\n{first.text}" if is_added else first.text)
+
+
 def test_the_first_chunk_goes_with_its_title():
     chunks = list(chunk_documents([document("First line.\n\n" + "The rest. " * 30, "name")], 60))
     assert [chunk.first for chunk in chunks] == [True] + [False] * (len(chunks) - 1)

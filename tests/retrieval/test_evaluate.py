@@ -12,7 +12,7 @@ from farspan.domain.corpus import Document
 from farspan.retrieval.bm25 import BM25Index
 from farspan.retrieval.choose import Bodies, LexicalChoice
 from farspan.retrieval.chunk import Chunk, head_length
-from farspan.retrieval.evaluate import SideVectors, evaluate, format_evaluation
+from farspan.retrieval.evaluate import SideVectors, cosine_rows, evaluate, format_evaluation
 from farspan.retrieval.evaluation_text import EvaluationText, mine_evaluation
 from farspan.retrieval.hybrid_ranking import DEPTH, WORDS_ALONE, best_by_document, query_form
 from farspan.retrieval.queries import MIN_BODY_WORDS, Queries, Query, body_of, choose_queries
@@ -230,7 +230,30 @@ def test_words_alone_are_measured_without_any_vectors():
     assert result.kinds["title"].systems.keys() == {"bm25"}
     assert (result.choice.mix, result.default, result.table_choice) == (WORDS_ALONE, "bm25", None)
     assert result.kinds["title"].differences == ()
-    assert "default: keyword search (BM25)" in format_evaluation(result, PLAIN)
+    shown = format_evaluation(result, PLAIN)
+    assert "default: keyword search (BM25); the index has no other voice" in shown
+
+
+def test_only_reported_titles_count_as_sources():
+    """Numbered names of files that the text does not have are no queries."""
+    documents = [make(n) for n in range(40)]
+    for number in range(0, 40, 2):
+        name = f"scan-{number:04}"
+        documents[number] = Document(title=name, origin=f"{name}.txt", text=documents[number].text)
+    queries = chosen(documents, train=36)
+    titles = [query for query in queries.reported if query.kind == "title"]
+    trained = [query for query in titles if query.relevant[0] < 36]
+    assert queries.filling == len(trained) and 0 < len(titles) - len(trained) < 4
+
+
+def test_cosines_of_many_queries_are_those_of_each(monkeypatch):
+    monkeypatch.setattr("farspan.retrieval.evaluate.COSINE_BLOCK", 90)
+    rng = np.random.default_rng(0)
+    chunks_CE = rng.standard_normal((30, 8)).astype(np.float32)
+    asked_QE = rng.standard_normal((11, 8)).astype(np.float32)
+    cosines = cosine_rows(chunks_CE, asked_QE)
+    for row in (0, 1, 2, 3, 10, 4, 0, 9):
+        np.testing.assert_allclose(cosines(row), chunks_CE @ asked_QE[row], rtol=1e-5, atol=1e-6)
 
 
 def test_a_kind_of_few_queries_has_no_table():
