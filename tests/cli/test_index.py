@@ -93,6 +93,37 @@ def test_folder_is_indexed_and_searched_without_torch(command, tmp_path: Path, d
     assert "search without --system" in refused.stderr
 
 
+def test_words_answer_before_anything_is_measured(here: Farspan, docs: Path, tmp_path: Path):
+    done = here("index", "docs", "--encoder", "own", cwd=tmp_path)
+    lines = done.stdout.splitlines()
+    said = lines.index("searches by words answer already; how well they find is measured now")
+    assert any(line.startswith("candidates: 8 documents") for line in lines[said:])
+    assert sum(line.startswith("indexing 8 documents") for line in lines) == 1
+    unmeasured = here("index", "docs", "--encoder", "own", "--no-eval", "--into", "b", cwd=tmp_path)
+    assert "answer already" not in unmeasured.stdout
+
+
+#: What a search does without: their imports take longer than all that it does.
+SLOW_IMPORTS = {"torch", "scipy", "bm25s", "urllib.request", "farspan.app.clusters"}
+
+
+def test_a_search_by_words_imports_nothing_slow(here: Farspan, docs: Path, tmp_path: Path):
+    assert here("index", "docs", "--encoder", "own", "--no-eval", cwd=tmp_path).returncode == 0
+    words = ["search", "where does the quokka live", "indexes/docs"]
+    code = f"import sys; from farspan.cli.main import main; main({words!r}); print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=LIMIT_S,
+    )
+    *shown, modules = done.stdout.splitlines()
+    assert "quokka" in "".join(shown).lower()
+    assert SLOW_IMPORTS.isdisjoint(modules.split())
+
+
 def test_index_is_followed_and_left_by_the_same_command(command, docs: Path):
     first = answer_of(command("index", "docs", "--encoder", "own", "--json"))
     assert first["index"] == "indexes/docs" and first["manifest"]["documents"] == 8
