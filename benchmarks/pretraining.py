@@ -20,7 +20,7 @@ import datetime
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +43,7 @@ from farspan.app.indexing import model_origin, open_index, update_index
 from farspan.domain.run import RunFolder
 from farspan.report.history import open_run
 from farspan.report.tables import table_lines
+from farspan.retrieval.choose import ENCODER_SHARE, MAX_OWN_SHARE
 from farspan.retrieval.embed import Embedder
 from farspan.retrieval.encoders.distillation import ENGLISH_QUESTIONS, make_queries
 from farspan.retrieval.encoders.encoder import Encoder, scale_to_unit
@@ -78,10 +79,7 @@ TIMES = ("2m", "1h")
 #: Short texts that states are mapped by, and the ridge in equations.
 SHORT_TEXTS = 20_000
 RIDGE = 30.0
-#: Shares of the encoder's space beside words, as `choose.py` has it, and of own vectors: beside
-#: words half, beside an encoder and words a fifth. Nothing is chosen on the questions.
-ENCODER_SHARE = 0.85
-OWN_SHARE = 0.5
+#: The share of own vectors beside an encoder and words. Nothing is chosen on the questions.
 THIRD_SHARE = 0.2
 
 
@@ -127,13 +125,13 @@ class Judge:
             scores.append(VoiceScores(best_N, float(cosines_C.std())))
         return scores
 
-    def measure(self, mix: Mix, **voices: Sequence[VoiceScores]) -> Floats:
+    def measure(self, mix: Mix, voices: Mapping[Voice, Sequence[VoiceScores]]) -> Floats:
         """Return nDCG@10 of each question under a mix of words and these voices."""
         measured = []
         for row, relevant in enumerate(self._relevant):
             scored: dict[Voice, VoiceScores] = {"bm25": self._words[row]}
             for name, scores in voices.items():
-                scored[name] = scores[row]  # type: ignore[index]
+                scored[name] = scores[row]
             ranks = relevant_ranks(fuse_scores(scored, mix), relevant)
             measured.append(ndcg(ranks, 10))
         return np.array(measured)
@@ -151,7 +149,7 @@ def main() -> None:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "torch": str(torch.__version__),
         "seed": SEED,
-        "shares": {"encoder": ENCODER_SHARE, "own": OWN_SHARE, "third": THIRD_SHARE},
+        "shares": {"encoder": ENCODER_SHARE, "own": MAX_OWN_SHARE, "third": THIRD_SHARE},
         "corpora": corpora,
     }
     RESULTS.write_text(json.dumps(found, indent=1) + "\n")
@@ -174,11 +172,11 @@ def study_corpus(name: str, root: Path) -> dict[str, Any]:
     with open_index(home) as index:
         judge = Judge(index, corpus, encoder)
         words_and_encoder = Mix(bm25=1 - ENCODER_SHARE, encoder=ENCODER_SHARE)
-        values["words"] = judge.measure(Mix())
-        values["encoder"] = judge.measure(Mix(bm25=0.0, encoder=1.0), encoder=judge.encoder)
-        values["encoder, words"] = judge.measure(words_and_encoder, encoder=judge.encoder)
+        values["words"] = judge.measure(Mix(), {})
+        values["encoder"] = judge.measure(Mix(bm25=0.0, encoder=1.0), {"encoder": judge.encoder})
+        values["encoder, words"] = judge.measure(words_and_encoder, {"encoder": judge.encoder})
         table = judge.near(judge.table_vectors)
-        values["table, words"] = judge.measure(words_and_encoder, encoder=table)
+        values["table, words"] = judge.measure(words_and_encoder, {"encoder": table})
         short = short_texts(index, encoder)
         for model in models:
             values |= measure_model(model, judge, short, WORK / name, source)
@@ -244,18 +242,18 @@ def measure_model(
     states = judge.near(mapped_QE)
     both = judge.near(scale_to_unit(mapped_QE + judge.table_vectors))
 
-    half = Mix(bm25=1 - OWN_SHARE, model=OWN_SHARE)
+    half = Mix(bm25=1 - MAX_OWN_SHARE, model=MAX_OWN_SHARE)
     encoder_share = ENCODER_SHARE * (1 - THIRD_SHARE)
     third = Mix(bm25=1 - encoder_share - THIRD_SHARE, encoder=encoder_share, model=THIRD_SHARE)
     side = Mix(bm25=1 - ENCODER_SHARE, encoder=ENCODER_SHARE)
     return {
-        f"{model.name}: own vectors": judge.measure(Mix(bm25=0.0, model=1.0), model=own),
-        f"{model.name}: own vectors, words": judge.measure(half, model=own),
+        f"{model.name}: own vectors": judge.measure(Mix(bm25=0.0, model=1.0), {"model": own}),
+        f"{model.name}: own vectors, words": judge.measure(half, {"model": own}),
         f"{model.name}: own vectors, encoder, words": judge.measure(
-            third, encoder=judge.encoder, model=own
+            third, {"encoder": judge.encoder, "model": own}
         ),
-        f"{model.name}: states for the encoder, words": judge.measure(side, encoder=states),
-        f"{model.name}: states and table, words": judge.measure(side, encoder=both),
+        f"{model.name}: states for the encoder, words": judge.measure(side, {"encoder": states}),
+        f"{model.name}: states and table, words": judge.measure(side, {"encoder": both}),
     }
 
 

@@ -38,8 +38,8 @@ from farspan.launch.folder_lock import lock_file
 from farspan.launch.trust import require_server, seal_server
 from farspan.retrieval import passages, stores
 from farspan.retrieval.bm25 import BM25Index, Numbered
-from farspan.retrieval.choose import Bodies, LexicalChoice, choose_words
-from farspan.retrieval.chunk import Chunk, begins_with, chunk_document
+from farspan.retrieval.choose import Bodies, LexicalChoice, choose_words, usual_words
+from farspan.retrieval.chunk import Chunk, chunk_document, titled_text
 from farspan.retrieval.evaluate import Evaluation, SideName, SideVectors, evaluate
 from farspan.retrieval.evaluation_text import mine_evaluation
 from farspan.retrieval.filters import field_value
@@ -399,8 +399,7 @@ def _build_bm25(task: Task, chunked: Chunked, choice: LexicalChoice) -> BM25Inde
     texts = []
     for document, text in zip(chunked.documents, task.documents, strict=True):
         titles = dict.fromkeys([document.title, *(place.title for place in document.places)])
-        others = [title for title in titles if not begins_with(text.text, title)]
-        texts.append("\n".join([*others, text.text]))
+        texts.append(titled_text(text.text, titles))
     numbered = Numbered(map(words.of_text, texts, chunked.languages))
     return BM25Index.build(numbered, choice.k1, choice.b)
 
@@ -507,8 +506,7 @@ def _fit(task: Task, chunked: Chunked, corpus: str, old: Index | None) -> Fitted
     every_chunk = np.ones(len(chunks), bool)
     languages = choose_languages(chunked.languages)
     if not recipe.evaluate and not task.voices:
-        usual = lexical or choose_words(Bodies((), ()), (), languages, recipe.seed)
-        return Fitted(usual, {}, every_chunk, fit, None)
+        return Fitted(lexical or usual_words(languages), {}, every_chunk, fit, None)
     text = mine_evaluation(
         task.documents,
         chunks,
@@ -538,7 +536,7 @@ def _fit(task: Task, chunked: Chunked, corpus: str, old: Index | None) -> Fitted
 
 def _known_lexical(task: Task, old: Index | None, corpus: str) -> LexicalChoice | None:
     """Return how an index of the same text makes words; None where that is to be chosen."""
-    if old is None or old.manifest.corpus != corpus:
+    if old is None or task.refit or old.manifest.corpus != corpus:
         return None
     is_chosen = old.manifest.recipe.evaluate or not task.recipe.evaluate
     return old.manifest.lexical if is_chosen else None

@@ -93,10 +93,10 @@ def choose_words(
     What is best elsewhere (LexicalChoice's defaults) stays unless something else is better for
     certain.
     """
-    codes = tuple(languages)
-    usual = LexicalChoice(rules=WordRules(languages=codes))
+    usual = usual_words(languages)
     if not tuning:
         return usual
+    codes = usual.rules.languages
     compared, asked = _sample_documents(len(bodies.texts), tuning, seed)
     texts = [bodies.texts[row] for row in compared]
     spoken = [bodies.languages[row] for row in compared]
@@ -113,6 +113,11 @@ def choose_words(
     chooses_Q = _first_half(asked)
     best, best_Q = max(measured, key=lambda choice: choice[1][chooses_Q].mean())
     return best if is_certain_gain((best_Q - usual_Q)[~chooses_Q], seed) else usual
+
+
+def usual_words(languages: Sequence[str]) -> LexicalChoice:
+    """Return how text of these languages becomes words where nothing is measured."""
+    return LexicalChoice(rules=WordRules(languages=tuple(languages)))
 
 
 def _first_half(queries: Sequence[Query]) -> npt.NDArray[np.bool_]:

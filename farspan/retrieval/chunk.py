@@ -12,7 +12,7 @@ import hashlib
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import msgspec
@@ -90,12 +90,10 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
         """The text that is embedded: the first passage goes with the title where it does not begin
         with it. Names of places and numbered files are left out: on Debian's manuals they cost an
         encoder .08 of nDCG@10."""
-        if not self.first or begins_with(self.text, self.title):
-            return self.text
         place = (self.title, self.origin)
-        if is_called_by_place(*place) or is_called_by_number(*place):
+        if not self.first or is_called_by_place(*place) or is_called_by_number(*place):
             return self.text
-        return f"{self.title}\n{self.text}"
+        return titled_text(self.text, [self.title])
 
 
 def head_length(document: Document) -> int:
@@ -116,10 +114,12 @@ def head_length(document: Document) -> int:
     return head.end() if has_body else len(document.text)
 
 
-def begins_with(text: str, title: str) -> bool:
-    """Return whether the first line with letters or digits repeats the title."""
-    lines = (match[0] for match in _LINE.finditer(text))
-    return next(filter(None, map(bare, lines)), "") == bare(title)
+def titled_text(text: str, titles: Iterable[str]) -> str:
+    """Return the text below those of its titles that its first line with letters does not
+    repeat."""
+    lines = (bare(match[0]) for match in _LINE.finditer(text))
+    first = next(filter(None, lines), "")
+    return "\n".join([*(title for title in titles if bare(title) != first), text])
 
 
 def bare(line: str) -> str:

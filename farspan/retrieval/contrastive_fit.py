@@ -113,7 +113,8 @@ def fit_embedder(
         (queries_QF - query_mean_F) @ whitening_FF,
     ]
     fitted = _initial_parameters(bags[0], frequencies_V, passages_NF.shape[1], fit)
-    # Of two threads a step takes 0.8 times as long, and five times beside a busy process.
+    # A step of two threads takes 0.8 of the time of one, and five times that of its own beside a
+    # busy process.
     with one_thread_each():
         _minimize_contrastive_loss(fitted, bags, states, pairs, fit, work or IndexWork(), seconds)
 

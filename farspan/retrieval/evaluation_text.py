@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from farspan.corpus.distinct_texts import Copies
 from farspan.domain.corpus import Document
-from farspan.retrieval.chunk import Chunk, begins_with, head_length
+from farspan.retrieval.chunk import Chunk, head_length, titled_text
 from farspan.retrieval.hybrid_ranking import query_form
 from farspan.retrieval.queries import (
     Queries,
@@ -81,7 +81,7 @@ def mine_evaluation(
     queries = choose_queries(documents, bodies, train, seed, own=own, copies=copies)
     questions = [question_lines(document) for document in documents]
     asked = queries.relevant
-    whole = [_text_in_index(document) for document in documents]
+    whole = [titled_text(document.text, [document.title]) for document in documents]
     found_bodies = [bodies[row] if row in asked else text for row, text in enumerate(whole)]
     heads = [head_length(document) for document in documents]
     texts = []
@@ -99,10 +99,3 @@ def mine_evaluation(
         fitted_rows = [row for row, chunk in enumerate(chunks) if chunk.document < copies.kept]
         passages = [chunks[row].indexed for row in fitted_rows]
     return EvaluationText(queries, found_bodies, texts, fitted_rows, passages)
-
-
-def _text_in_index(document: Document) -> str:
-    """Return the text that BM25 finds a document by."""
-    if begins_with(document.text, document.title):
-        return document.text
-    return f"{document.title}\n{document.text}"

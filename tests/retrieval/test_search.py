@@ -11,7 +11,7 @@ from farspan.domain.corpus import Document
 from farspan.domain.problems import Refusal
 from farspan.domain.struct_files import save
 from farspan.retrieval.build import build
-from farspan.retrieval.choose import MixChoice
+from farspan.retrieval.choose import LexicalChoice, MixChoice
 from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.evaluate import Evaluation
 from farspan.retrieval.hybrid_ranking import DEPTH, Mix, query_form
@@ -29,6 +29,7 @@ from farspan.retrieval.index import (
 from farspan.retrieval.index_task import Task
 from farspan.retrieval.index_work import IndexWork
 from farspan.retrieval.own_voice import OwnModel
+from farspan.retrieval.queries import Query
 from farspan.retrieval.search import (
     chance_cosine,
     passage,
@@ -119,6 +120,26 @@ def test_equal_index_is_left_as_it_is_and_another_model_or_text_rebuilds_it(
     )
     assert changed.documents == 59 and said[0].startswith("indexing 59 documents")
     assert [p.name for p in tmp_path.iterdir()] == ["index"]
+
+
+def test_only_a_new_fit_chooses_words_again(tmp_path, documents, monkeypatch):
+    def index(**more) -> LexicalChoice:
+        task = Task(
+            path=tmp_path / "index",
+            documents=documents,
+            train=TRAIN,
+            recipe=Recipe(),
+            write_line=lambda line: None,
+            work=IndexWork(),
+            **more,
+        )
+        return build(task).lexical
+
+    usual = index()
+    other = msgspec.structs.replace(usual, k1=5.0)
+    monkeypatch.setattr("farspan.retrieval.build.choose_words", lambda *given: other)
+    assert index() == usual
+    assert index(own=[Query("the port of a socket", (0,), "own")], refit=True) == other
 
 
 @pytest.mark.parametrize("system", ["bm25", "fused", "model"])
