@@ -7,7 +7,7 @@ python -m benchmarks.retrieval_picture  # writes docs/pictures/retrieval.svg
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,7 +74,8 @@ def main() -> None:
     rows = read_rows(json.loads(RESULTS.read_text())["corpora"])
     most = 1.1 * max(max(row.values.values()) for row in rows)
     height = TOP + ROW * len(rows) + 40
-    parts = [*_legend(), *_scale(most, height)]
+    drawn = {system for row in rows for system in row.values}
+    parts = [*_legend(drawn), *_scale(most, height)]
     for number, row in enumerate(rows):
         parts += _draw_row(TOP + ROW * number + ROW / 2, row, most)
     described = "; ".join(f"{row.label}: {_describe(row.values)}" for row in rows)
@@ -130,11 +131,13 @@ def _x(value: float, most: float) -> float:
     return round(LEFT + (WIDTH - LEFT - 20) * value / most, 1)
 
 
-def _legend() -> list[str]:
+def _legend(drawn: Collection[str]) -> list[str]:
     parts = [f'<text class="title" x="14" y="24">{TITLE}</text>']
     x = 14
     y = 48
-    for _, name, colour in SYSTEMS:
+    for system, name, colour in SYSTEMS:
+        if system not in drawn:
+            continue
         if x + 22 + 6.6 * len(name) > WIDTH:
             x = 14
             y = y + 20
