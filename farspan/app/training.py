@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import secrets
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,7 +31,7 @@ from farspan.app.resolving import resolve_run
 from farspan.app.updates import Ended, Note, Progress, ignore_update, note_reporter
 from farspan.domain.config import RunConfig
 from farspan.domain.problems import Refusal, command
-from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.run import ID_BYTES, RunFolder, RunRecord
 from farspan.domain.run_events import STOP_REASONS, Event, Started, read_events
 from farspan.domain.struct_files import load, to_json, write_atomically
 from farspan.domain.units import counted, format_bytes
@@ -87,6 +88,7 @@ def make_run(
         corpus=str(resolved.corpus_folder.resolve()),
         command=tuple(sys.argv),
         created=created,
+        id=secrets.token_hex(ID_BYTES),
         warnings=resolved.warnings,
         initial=initial,
         launcher=clusters.find_launcher(config.parallel),

@@ -17,7 +17,7 @@ from farspan.domain.forecast import Forecast
 from farspan.domain.own_files import is_replaced
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, command
-from farspan.domain.struct_files import load
+from farspan.domain.struct_files import content_hash, load
 from farspan.domain.suggest import any_of, suggest
 
 #: The variable of a worker's environment that names the run's folder where farspan was asked to
@@ -96,12 +96,19 @@ class SpareTask(msgspec.Struct, frozen=True, kw_only=True):
     log: str
 
 
+#: Random bytes of a run's id: two runs have the same one by chance less often than once in 10^9.
+ID_BYTES = 8
+
+
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`run.json`: where the corpus lies on this machine, and how the run was asked for."""
 
     corpus: str
     command: tuple[str, ...]
     created: str
+    #: Names the run on every host and in every copy of its folder; empty of runs of earlier
+    #: versions.
+    id: str = ""
     warnings: tuple[str, ...] = ()
     #: A Hugging Face folder whose weights the run starts from; None starts from random ones.
     initial: str | None = None
@@ -111,6 +118,11 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     asked: RunConfig | None = None
     #: Of random weights; None where the text is too short for one.
     forecast: Forecast | None = None
+
+    @property
+    def identity(self) -> str:
+        """The id; of a run of an earlier version, a hash of when and as what it was made."""
+        return self.id or content_hash(self.created, self.command)
 
     @property
     def corpus_folder(self) -> Path:
