@@ -25,6 +25,7 @@ from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.run_events import Event, Step
 from farspan.domain.struct_files import save
+from farspan.launch.agent_pool import AgentPool
 from farspan.launch.hosts import host_command
 from farspan.launch.launchers import launch_workers
 from farspan.launch.processes import rendezvous_environment, with_environment, worker_environment
@@ -109,7 +110,8 @@ def stock(
     """Return a rank a device, in the environment that farspan's launcher gives its workers. Raises
     Failed."""
     size = work.size
-    meeting = arrange_rendezvous(cluster.hosts)
+    with contextlib.closing(AgentPool()) as agents:
+        meeting = arrange_rendezvous(cluster.hosts, agents)
     numbers = {
         "layers": size.layers,
         "width": size.width,

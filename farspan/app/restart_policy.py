@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from farspan.domain.cluster import Cluster
 from farspan.domain.plan import Plan
 from farspan.domain.problems import LESS_MEMORY, Problem
-from farspan.domain.units import counted, format_seconds
+from farspan.domain.units import counted
 
 #: What may be gone at the next start: a lost worker, host or link, a device that its driver has to
 #: reset, or that a worker which was killed has not left yet.
@@ -35,11 +35,8 @@ MAX_SAME_FAULT = 3
 #: This many kills at the same place that may be for memory are. A choice: one may be another
 #: program's doing.
 MAX_SAME_MEMORY_KILLS = 2
-#: At most this many restarts an hour, which may cost this many seconds in all: a choice. Beyond
-#: that machines are paid for nothing.
-HOUR_S = 3600.0
-MAX_RESTARTS = 20
-MAX_RESTART_COST_S = 1800.0
+#: After so many starts in a row that brought no new step machines are paid for nothing: a choice.
+MAX_FRUITLESS_STARTS = 6
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,20 +62,14 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Faults:
-    """The faults of one job so far, and what their restarts have cost. Times are seconds of one
-    clock."""
+    """The faults of one job so far. Times are seconds of one clock."""
 
     def __init__(self) -> None:
         self.seen: list[Seen] = []
-        self._costs: list[tuple[float, float]] = []
         #: Steps whose batch is left out from now on.
         self.skipped_steps: tuple[int, ...] = ()
         #: Until when hosts that were preempted are not tried again.
         self._leaving = dict[str, float]()
-
-    def add_cost(self, at: float, seconds: float) -> None:
-        """Add the seconds of training that a restart at a time has cost."""
-        self._costs.append((at, seconds))
 
     def mark_preempted(self, fault: Seen, plan: Plan, cluster: Cluster) -> None:
         """Take a fault: hosts that it has taken away whole are leaving. This machine is not: its
@@ -123,15 +114,10 @@ class Faults:
             return _add_reason(
                 problem, f"the same fault came {MAX_SAME_FAULT} times at step {fault.step}"
             )
-        # More restarts in an hour than machines are worth.
-        hour_ago = fault.at - HOUR_S
-        recent = [other for other in self.seen if other.at > hour_ago]
-        if len(recent) > MAX_RESTARTS:
-            return _add_reason(problem, f"it is fault {len(recent)} within an hour")
-        cost_s = sum(seconds for at, seconds in self._costs if at > hour_ago)
-        if cost_s > MAX_RESTART_COST_S:
-            why = f"restarts of the last hour have cost {format_seconds(cost_s)}"
-            return _add_reason(problem, why)
+        # Starts that bring no new steps. The first fault at a step has ended one that did.
+        fruitless = [other.step for other in self.seen].count(fault.step) - 1
+        if fruitless >= MAX_FRUITLESS_STARTS:
+            return _add_reason(problem, f"{fruitless} starts have brought no new step")
         return None
 
 

@@ -6,6 +6,7 @@ long as a plan without it would lose; then that plan is followed.
 
 from __future__ import annotations
 
+import functools
 import signal
 import statistics
 import threading
@@ -20,23 +21,25 @@ from farspan.app.microbatches import describe_halving, halve_after_oom
 from farspan.app.plans import Planned
 from farspan.app.replanning import adopt_plan, plan_without_hosts
 from farspan.app.restart_policy import Faults, Seen, restart_message
+from farspan.app.take_claims import HOST_POLL_S, claims_of_run, hosts_without, take_claims
 from farspan.app.updates import Ended, Faulted, Note, Progress, Training
 from farspan.domain.config import RunConfig
 from farspan.domain.cost import Estimate
-from farspan.domain.epoch_fence import Fault
+from farspan.domain.epoch_fence import Epoch, Fault
 from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.run_events import Event, Finished, Started, Step
 from farspan.domain.struct_files import load, load_yaml
 from farspan.domain.units import format_seconds
 from farspan.launch.absent_hosts import find_absent_hosts
+from farspan.launch.agent_pool import AgentPool
+from farspan.launch.host_claims import ClaimRenewal
 from farspan.launch.launchers import launch_workers
 from farspan.launch.run_lock import Lease
 from farspan.launch.spares import Spares
 from farspan.launch.workers import SupervisorState, Workers
 
-#: How often hosts that are away are looked for, and the user's wish to stop.
-HOST_POLL_S = 1.0
+#: How often the user's wish to stop is looked for.
 STOP_POLL_S = 0.1
 #: Spares are started when workers have trained this long: they import for seconds, which short runs
 #: do not get back.
@@ -46,14 +49,28 @@ NUM_RECENT_STEPS = 20
 
 
 class Supervisor:
-    """Trains a run to its end through all faults that can be cured; `on_event` takes its events."""
+    """Trains a run to its end through all faults that can be cured; `on_event` takes its events.
+
+    With `until_done` hosts that are away at the first start are waited for, too. Those of the sites
+    in `without` are given up.
+    """
 
     def __init__(
-        self, run: RunFolder, progress: Progress, on_event: Callable[[Event], None]
+        self,
+        run: RunFolder,
+        progress: Progress,
+        on_event: Callable[[Event], None],
+        *,
+        until_done: bool = False,
+        without: tuple[str, ...] = (),
     ) -> None:
         self._run = run
         self._progress = progress
         self._on_event = on_event
+        self._until_done = until_done
+        self._without = without
+        self._agents = AgentPool()
+        self._renewal = ClaimRenewal()
         self._on_fault = load_yaml(run.config, RunConfig).on_fault
         self._faults = Faults()
         self._fault: Fault | None = None
@@ -80,7 +97,15 @@ class Supervisor:
     def train_run(self) -> Finished | None:
         """Train until the run's last event, and return it. Raises Refusal with the cause where it
         cannot continue, or was asked to stop."""
-        with Lease(self._run) as lease, closing(Spares()) as spares, self._passing_signals():
+        with (
+            Lease(self._run) as lease,
+            closing(Spares()) as spares,
+            closing(self._agents),
+            closing(self._renewal),
+            self._passing_signals(),
+        ):
+            if self._until_done or self._without:
+                self._wait_for_hosts()
             while True:
                 try:
                     return self._train_once(lease, spares)
@@ -107,12 +132,11 @@ class Supervisor:
             # An earlier start may have left newer checkpoints on rank 0's own disk, and the lease
             # counts those that are here.
             copy_checkpoints(self._run, cluster)
-        used_s = self._used_s()
-        epoch = lease.begin_epoch(used_s=used_s, skip=self._faults.skipped_steps, fault=self._fault)
-        if lease.mended is not None:
-            self._progress(Note(lease.mended))
+        epoch = self._begin_epoch(lease)
         restarts = self._on_fault != "stop"
-        context = SupervisorState(lease, epoch, spares, again=restarts, flaw_of=flaw_of)
+        context = SupervisorState(
+            lease, epoch, spares, self._agents, again=restarts, flaw_of=flaw_of
+        )
         workers = launch_workers(record.launcher, plan, self._run, cluster, context)
         has_spares = False
         try:
@@ -143,6 +167,27 @@ class Supervisor:
             self._failed_at = workers.failed_at
         return finished
 
+    def _begin_epoch(self, lease: Lease) -> Epoch:
+        """Begin an epoch, and claim it on the run's hosts."""
+        claims = claims_of_run(self._run, self._agents, self._without)
+        after = 0
+        # A run folder that was copied here begins later than all that its hosts have seen.
+        if claims is not None and not self._run.epochs.exists():
+            answers = claims.ask()
+            after = max((answer.epoch for answer in answers.values()), default=0)
+        epoch = lease.begin_epoch(
+            used_s=self._used_s(),
+            skip=self._faults.skipped_steps,
+            fault=self._fault,
+            after=after,
+        )
+        if lease.mended is not None:
+            self._progress(Note(lease.mended))
+        if claims is not None:
+            take_claims(claims, epoch.number, self._progress, self._sleep)
+            self._renewal.keep(functools.partial(claims.renew, epoch.number))
+        return epoch
+
     def _track_step(self, event: Event) -> None:
         if isinstance(event, Started):
             now = time.monotonic()
@@ -150,10 +195,6 @@ class Supervisor:
             if self._first is None:
                 self._first = event
                 self._first_at = now
-            if self._fault is not None:
-                repeated = max(0, self._step - event.step)
-                repeated_s = repeated * statistics.median(self._steps_s or [0.0])
-                self._faults.add_cost(now, now - self._seen_at + repeated_s)
             self._step = event.step
         elif isinstance(event, Step):
             self._step = event.step
@@ -177,7 +218,8 @@ class Supervisor:
         # before it failed.
         self._seen_at = now if self._failed_at is None else self._failed_at
         fault = Seen(problem=problem, step=self._furthest, at=self._seen_at)
-        fatal = self._faults.decide_restart(fault, trained=self._first is not None)
+        began = self._first is not None or self._until_done
+        fatal = self._faults.decide_restart(fault, trained=began)
         halved = None
         if fatal is not None:
             halved = self._halve_once(fatal)
@@ -228,7 +270,8 @@ class Supervisor:
                     note = f"waiting for {hosts} up to {limit}, which a plan without would lose"
                 self._progress(Note(note))
             # A plan that loses nothing is followed at once.
-            if reduced is not None and time.monotonic() - began >= loss_s:
+            is_due = reduced is not None and time.monotonic() - began >= loss_s
+            if reduced is not None and is_due and self._may_continue(gone):
                 adopt_plan(self._run, reduced, self._progress)
                 return True
             self._sleep(HOST_POLL_S)
@@ -243,22 +286,38 @@ class Supervisor:
             # are there.
             return set()
         planned = {device.host for device in self._run.load_plan().devices}
-        leaving = planned & self._faults.leaving_hosts(time.monotonic())
-        expected = planned - leaving
         cluster = clusters.cluster_of_run(self._run)
+        kept = {host.name for host in hosts_without(cluster, self._without)}
+        leaving = planned & self._faults.leaving_hosts(time.monotonic())
+        leaving |= planned - kept
+        expected = planned - leaving
         hosts = [host for host in cluster.hosts if host.name in expected]
-        return leaving | find_absent_hosts(hosts)
+        return leaving | find_absent_hosts(hosts, self._agents)
+
+    def _may_continue(self, gone: Collection[str]) -> bool:
+        """Return whether the run may go on without hosts: the others, with those that no plan uses,
+        must be more than half of them."""
+        claims = claims_of_run(self._run, self._agents, self._without)
+        if claims is None:
+            return True
+        present = set(claims.reach()) - set(gone)
+        return claims.has_majority(present)
 
     def _plan_without(self, gone: Collection[str]) -> tuple[Planned | None, float]:
         """Plan without these hosts, if that is allowed and fits; and the seconds that would be
         lost by it."""
-        if self._on_fault == "wait":
+        cluster = clusters.cluster_of_run(self._run)
+        kept = {host.name for host in hosts_without(cluster, self._without)}
+        given_up = kept.isdisjoint(gone)
+        if self._on_fault == "wait" and not given_up:
             return None, 0.0
         try:
             reduced = plan_without_hosts(self._run, gone)
             before = load(self._run.estimate, Estimate)
         except Refusal:
             return None, 0.0
+        if given_up:
+            return reduced, 0.0
         plan = self._run.load_plan()
         reduced_step_s = reduced.estimate.step_s / reduced.estimate.token_efficiency
         slowdown = reduced_step_s / (before.step_s / before.token_efficiency)

@@ -59,6 +59,8 @@ def make_run(
     path: Path, config: RunConfig, planned: Planned, progress: Progress = ignore_update
 ) -> RunFolder:
     """Report a plan's predictions, and make its run directory at `path`."""
+    from farspan.launch.host_claims import describe_holder
+
     resolved = planned.resolved
     if config.model.path is None:
         planned = add_forecast(planned)
@@ -89,6 +91,7 @@ def make_run(
         command=tuple(sys.argv),
         created=created,
         id=secrets.token_hex(ID_BYTES),
+        home=describe_holder(path),
         warnings=resolved.warnings,
         initial=initial,
         launcher=clusters.find_launcher(config.parallel),

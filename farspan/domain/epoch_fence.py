@@ -3,7 +3,8 @@ nothing.
 
 A worker that stood still, or that a cut link kept from learning that it was replaced, may wake and
 write. The run folder's `epochs.json` records which epoch may, and up to which step checkpoints of
-earlier ones count.
+earlier ones count. Each host of a run keeps the newest epoch that it has seen, too: a copy of the
+run folder may be trained from another machine.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from farspan.domain.struct_files import parse_json, save
 
 #: The variable of a worker's environment that holds its epoch, as JSON.
 EPOCH_VARIABLE = "FARSPAN_EPOCH"
+#: The variable that names the claim on a worker's host: the newest epoch of its run there.
+CLAIM_VARIABLE = "FARSPAN_CLAIM"
+#: The file beside a claim that the run's workers on the host have open (`launch.agent`).
+WORKERS_SUFFIX = ".workers"
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
@@ -60,6 +65,14 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return epoch >= self.epoch or step <= self.ended.get(epoch, step)
 
 
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest epoch of a run that a host has seen, and the run folder of its supervisor, as
+    `MACHINE:PATH`. It lies on the host."""
+
+    epoch: Number
+    holder: str
+
+
 #: Of a run that no launcher has begun yet.
 NO_EPOCHS = Ledger(epoch=0, ended={})
 
@@ -70,6 +83,29 @@ def read_own_epoch(environment: os._Environ[str] | dict[str, str]) -> Epoch | No
     if not text:
         return None
     return parse_json(text.encode(), Epoch, f"variable {EPOCH_VARIABLE}")
+
+
+def read_own_claim() -> Claim | None:
+    """Read the claim on this worker's host; None where there is none, or it cannot be read: the
+    run folder's ledger decides then."""
+    path = os.environ.get(CLAIM_VARIABLE)
+    if not path:
+        return None
+    with suppress(OSError, msgspec.DecodeError):
+        return msgspec.json.decode(Path(path).expanduser().read_bytes(), type=Claim)
+    return None
+
+
+def hold_claim() -> None:
+    """Open a file beside the claim on this worker's host, if there is one, until this process ends:
+    by it others see that the worker is there."""
+    path = os.environ.get(CLAIM_VARIABLE)
+    if not path:
+        return
+    file = Path(f"{path}{WORKERS_SUFFIX}").expanduser()
+    with suppress(OSError):  # The disk may be full.
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.open(file, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
 
 
 def read_ledger(path: Path) -> Ledger:
@@ -88,14 +124,14 @@ def readable_ledger(path: Path) -> Ledger:
     return NO_EPOCHS
 
 
-def begin_epoch(path: Path, newest: int, before: Ledger | None = None) -> int:
-    """Begin the next epoch of a run whose newest checkpoint has this step; returns its number.
-    `before` stands for a ledger that is damaged."""
+def begin_epoch(path: Path, newest: int, before: Ledger | None = None, *, after: int = 0) -> int:
+    """Begin the next epoch of a run whose newest checkpoint has this step, later than `after`;
+    returns its number. `before` stands for a ledger that is damaged."""
     before = read_ledger(path) if before is None else before
     ended = dict(before.ended)
     if before.epoch:
         ended[before.epoch] = newest
-    epoch = before.epoch + 1
+    epoch = max(before.epoch, after) + 1
     save(Ledger(epoch=epoch, ended=ended), path)
     return epoch
 
@@ -109,9 +145,18 @@ def rebuild_ledger(epoch: int, newest: int) -> Ledger:
 def fence_stale_epoch(path: Path, number: int) -> None:
     """Refuse to write for an earlier epoch.
 
-    Raises Refusal: (superseded) where another epoch of the run has begun since, (worker-lost)
-    where a damaged ledger leaves that open: the next start mends it.
+    Raises Refusal: (superseded) where another epoch of the run has begun since, in this run folder
+    or on this host, (worker-lost) where a damaged ledger leaves that open: the next start mends it.
     """
+    claim = read_own_claim()
+    if claim is not None and claim.epoch > number:
+        raise Refusal(
+            "superseded",
+            what="this worker was replaced",
+            where=path.parent,
+            fact=f"it is of start {number} of the run; start {claim.epoch} was by {claim.holder}",
+            remedy=command("status", path.parent),
+        )
     try:
         now = read_ledger(path).epoch
     except Refusal as refusal:

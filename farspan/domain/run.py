@@ -109,6 +109,8 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     #: Names the run on every host and in every copy of its folder; empty of runs of earlier
     #: versions.
     id: str = ""
+    #: Where the run was made, as `MACHINE:PATH`; empty of runs of earlier versions.
+    home: str = ""
     warnings: tuple[str, ...] = ()
     #: A Hugging Face folder whose weights the run starts from; None starts from random ones.
     initial: str | None = None

@@ -9,38 +9,38 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, combinations, compress
 
 from farspan.domain.cluster import Host
+from farspan.launch.agent_pool import AgentPool
 from farspan.launch.link_measurement import measure_round_trip
-from farspan.launch.network_examination import start_agents
 
 #: Of more hosts each is asked for the first alone, not for every other: pairs grow with the square.
 MAX_PAIRED_HOSTS = 8
 
 
-def find_absent_hosts(hosts: Sequence[Host]) -> set[str]:
+def find_absent_hosts(hosts: Sequence[Host], agents: AgentPool) -> set[str]:
     """Return the absent hosts. The side of a cut link counts as there that has the first host which
     can be entered, of those that see the run's folder if any does: what the run has saved is
     there."""
     if len(hosts) == 1 and hosts[0].enter == ():
         return set()
-    with start_agents(hosts) as (reached, unreachable):
-        present = [host for host in hosts if host.name in reached]
-        present.sort(key=lambda host: host.folder is not None)
-        if not present:
-            return set(unreachable)
-        home = present[0].name
-        others = [host.name for host in present[1:]]
-        pairs = [(home, other) for other in others]
-        if len(present) <= MAX_PAIRED_HOSTS:
-            pairs += combinations(others, 2)
+    reached, unreachable = agents.reach(hosts)
+    present = [host for host in hosts if host.name in reached]
+    present.sort(key=lambda host: host.folder is not None)
+    if not present:
+        return set(unreachable)
+    home = present[0].name
+    others = [host.name for host in present[1:]]
+    pairs = [(home, other) for other in others]
+    if len(present) <= MAX_PAIRED_HOSTS:
+        pairs += combinations(others, 2)
 
-        def is_cut(pair: tuple[str, str]) -> bool:
-            a, b = (reached[name] for name in pair)
-            return bool(
-                measure_round_trip(a, b, pings=1).failed or measure_round_trip(b, a, pings=1).failed
-            )
+    def is_cut(pair: tuple[str, str]) -> bool:
+        a, b = (reached[name] for name in pair)
+        return bool(
+            measure_round_trip(a, b, pings=1).failed or measure_round_trip(b, a, pings=1).failed
+        )
 
-        with ThreadPoolExecutor(max(1, len(pairs))) as pool:
-            cut = list(compress(pairs, pool.map(is_cut, pairs)))
+    with ThreadPoolExecutor(max(1, len(pairs))) as pool:
+        cut = list(compress(pairs, pool.map(is_cut, pairs)))
     gone = set(unreachable)
     gone.update(other for first, other in cut if first == home)
     while remaining := [pair for pair in cut if not gone & set(pair)]:

@@ -165,6 +165,57 @@ def cpu_busy_s() -> float | None:
     return sum(ticks) / os.sysconf("SC_CLK_TCK") / cores
 
 
+def claim(path: str, epoch: int, holder: str) -> dict[str, Any]:
+    """Record that an epoch of a run begins here, by this holder, or that it lasts; not where a
+    later one has begun, or another holder's of that number. Return the claim that was there before,
+    its age, and the workers of the run that are there."""
+    import fcntl
+
+    file = Path(path).expanduser()
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with open(str(file) + ".lock", "a") as lock:
+        with suppress(OSError):  # A file system without locks.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        before: dict[str, Any] = {"epoch": 0, "holder": ""}
+        age = None
+        # There is none, or power was lost while it was written.
+        with suppress(OSError, ValueError):
+            before = json.loads(file.read_text())
+            age = time.time() - file.stat().st_mtime
+        is_newer = epoch > before["epoch"]
+        claimed = is_newer or (epoch == before["epoch"] and holder == before["holder"])
+        if is_newer:
+            new = Path(str(file) + ".new")
+            new.write_text(json.dumps({"epoch": epoch, "holder": holder}))
+            new.replace(file)
+        elif claimed:
+            os.utime(file)
+    return {"claimed": claimed, "age": age, "workers": run_workers(path), **before}
+
+
+def run_workers(path: str) -> list[int]:
+    """Return the processes of this user that hold the workers' lock of a run: they have the file
+    open."""
+    pids = []
+    with suppress(OSError):
+        lock = Path(path + ".workers").expanduser().stat()
+        for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+            with suppress(OSError):  # It has ended, or is another user's.
+                if os.path.samestat(descriptor.stat(), lock):
+                    pids.append(int(descriptor.parts[2]))
+    return sorted(set(pids))
+
+
+def signal_workers(path: str, number: int) -> dict[str, Any]:
+    """Send a signal to the workers of a run that are here, 0 sends none; return which there
+    were."""
+    pids = run_workers(path)
+    for pid in pids:
+        with suppress(OSError):
+            os.kill(pid, number)
+    return {"workers": pids}
+
+
 def datagrams(tag: str) -> dict[str, Any]:
     return {"count": SERVER[0].datagrams.get(tag, 0) if SERVER else 0}
 
@@ -415,6 +466,8 @@ DO = (
     serve,
     free_ports,
     received,
+    claim,
+    signal_workers,
     datagrams,
     facts,
     wheel,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from itertools import combinations, repeat
 from typing import NamedTuple, TypeVar
 
@@ -29,6 +29,7 @@ from farspan.domain.probe_requests import (
 )
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.units import counted, format_bytes
+from farspan.launch.agent_pool import AgentPool
 from farspan.launch.link_measurement import (
     measure_link,
 )
@@ -295,7 +296,8 @@ def _time_allreduces(
     """Return seconds of all-reduces over these devices; of none where one of them fails, which the
     others then do, too."""
     hosts = {host.name: host for host, _ in ranks}
-    rendezvous = arrange_rendezvous(list(hosts.values()))
+    with closing(AgentPool()) as agents:
+        rendezvous = arrange_rendezvous(list(hosts.values()), agents)
     problems = dict[int, Problem]()
 
     def ask(rank: int) -> dict[int, float]:

@@ -8,6 +8,7 @@ import os
 import secrets
 import select
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -36,6 +37,8 @@ CONNECT_S = 8
 #: forgotten.
 ALIVE_S = 5
 MAX_UNANSWERED = 3
+#: A killed command that enters a host is gone within this.
+KILL_S = 10.0
 #: A host answers a question about its files within this.
 HOST_ANSWER_S = 30.0
 #: An answer of more bytes is none: a host must not fill this machine's memory.
@@ -279,6 +282,22 @@ class Agent:
             remedy=remedy,
         )
 
+    def is_alive(self, deadline_s: float) -> bool:
+        """Ask whether it is still there."""
+        try:
+            self.ask("hello", deadline_s=deadline_s)
+        except Refusal:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """End the agent at once, also where its host does not answer."""
+        with suppress(OSError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(timeout=KILL_S)
+        with self._asking:  # Who waits for an answer sees its end.
+            self.__exit__()
+
     def __exit__(self, *exc_info: object) -> None:
         process = self._process
         for stream in (process.stdin, process.stdout):
@@ -289,7 +308,7 @@ class Agent:
             process.wait(timeout=2)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(timeout=10)
+            process.wait(timeout=KILL_S)
 
 
 def _cause_of(words: str) -> str:

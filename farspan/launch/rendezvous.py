@@ -15,6 +15,7 @@ from farspan.domain.cluster import Host
 from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal
 from farspan.launch.agent import free_ports
+from farspan.launch.agent_pool import AgentPool
 from farspan.launch.findings import PRIVATE_INTERFACE
 from farspan.launch.link_measurement import (
     HostPath,
@@ -22,7 +23,7 @@ from farspan.launch.link_measurement import (
     require_reached,
     unreachable_link,
 )
-from farspan.launch.network_examination import host_address, start_agents
+from farspan.launch.network_examination import host_address
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +37,7 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     interfaces: dict[str, str] = {}
 
 
-def arrange_rendezvous(hosts: Sequence[Host]) -> Rendezvous:
+def arrange_rendezvous(hosts: Sequence[Host], agents: AgentPool) -> Rendezvous:
     """Find a free port where all hosts (the first is rank 0's) can meet. Raises Refusal
     (host-unreachable)."""
     where = "127.0.0.1"
@@ -44,18 +45,16 @@ def arrange_rendezvous(hosts: Sequence[Host]) -> Rendezvous:
     if len(hosts) == 1 and hosts[0].enter == ():
         port, torchrun_port = free_ports(2)["ports"]
     else:
-        with start_agents(hosts) as (reached, unreachable):
-            for problem in unreachable.values():
-                raise Refusal.of(problem)
-            first, *others = (reached[host.name] for host in hosts)
-            port, torchrun_port = first.ask("free_ports", count=2)["ports"]
-            if others:
-                where = host_address(first.host)
-                pairs = [(agent, first) for agent in others]
-                for a, b in (*pairs, (first, others[0])):
-                    interfaces[a.host.name] = interface_towards(
-                        a.host, b.host, measure_round_trip(a, b, pings=1)
-                    )
+        reached = agents.require(hosts)
+        first, *others = (reached[host.name] for host in hosts)
+        port, torchrun_port = first.ask("free_ports", count=2)["ports"]
+        if others:
+            where = host_address(first.host)
+            pairs = [(agent, first) for agent in others]
+            for a, b in (*pairs, (first, others[0])):
+                interfaces[a.host.name] = interface_towards(
+                    a.host, b.host, measure_round_trip(a, b, pings=1)
+                )
     return Rendezvous(
         address=where,
         port=port,

@@ -51,15 +51,22 @@ class Lease:
         refuse_replaced(self._lock, self._run.lock)
 
     def begin_epoch(
-        self, *, used_s: float = 0.0, skip: tuple[int, ...] = (), fault: Fault | None = None
+        self,
+        *,
+        used_s: float = 0.0,
+        skip: tuple[int, ...] = (),
+        fault: Fault | None = None,
+        after: int = 0,
     ) -> Epoch:
-        """Begin an epoch: what workers of earlier ones write from now on counts for nothing."""
+        """Begin an epoch, later than `after`: what workers of earlier ones write from now on counts
+        for nothing."""
         newest = -1
         for path in self._run.checkpoints.glob("step-*"):
             step = path.name.removeprefix("step-")
             if step.isdecimal():
                 newest = max(newest, int(step))
-        number = epoch_fence.begin_epoch(self._run.epochs, newest, self._mend_ledger(newest))
+        ledger = self._mend_ledger(newest)
+        number = epoch_fence.begin_epoch(self._run.epochs, newest, ledger, after=after)
         return Epoch(number=number, used_s=used_s, skip=skip, fault=fault)
 
     def _mend_ledger(self, newest: int) -> Ledger | None:

@@ -18,11 +18,11 @@ import msgspec
 
 from farspan.domain.cluster import Cluster, Host
 from farspan.domain.clusterfile import REMOTE_FOLDER
-from farspan.domain.epoch_fence import EPOCH_VARIABLE, Epoch
+from farspan.domain.epoch_fence import CLAIM_VARIABLE, EPOCH_VARIABLE, Epoch
 from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan, PlannedDevice
 from farspan.domain.problems import Refusal
-from farspan.domain.run import HOME_VARIABLE, RunFolder
+from farspan.domain.run import HOME_VARIABLE, RunFolder, RunRecord
 from farspan.domain.run_events import (
     STOP_REASONS,
     Event,
@@ -32,9 +32,11 @@ from farspan.domain.run_events import (
     Warned,
     decode_events,
 )
-from farspan.domain.struct_files import cut_unfinished_line, write_atomically
+from farspan.domain.struct_files import cut_unfinished_line, load, write_atomically
 from farspan.domain.worker_exit import WorkerExit
+from farspan.launch.agent_pool import AgentPool
 from farspan.launch.checkpoint_mirror import FlawOf
+from farspan.launch.host_claims import claim_path, needs_claims
 from farspan.launch.hosts import ask_shell, quote_path
 from farspan.launch.processes import Process, read_file, run_folder
 from farspan.launch.run_folder_transfer import RemoteRun
@@ -67,6 +69,7 @@ class SupervisorState(NamedTuple):
     lease: Lease
     epoch: Epoch
     spares: Spares
+    agents: AgentPool
     #: Whether workers start again after a fault: then nobody waits for last words where it is plain
     #: what happened.
     again: bool = False
@@ -131,7 +134,7 @@ class Workers(ABC):
         self._ends_lease = supervisor is None
         if supervisor is None:
             lease = Lease(run)
-            supervisor = SupervisorState(lease, lease.begin_epoch(), Spares())
+            supervisor = SupervisorState(lease, lease.begin_epoch(), Spares(), AgentPool())
         self._state = supervisor
         for kind in RECORDS:
             for stale in run.logs.glob(f"rank-*.{kind}.json"):
@@ -200,6 +203,18 @@ class Workers(ABC):
         home = str(self.run.path.absolute())
         epoch = msgspec.json.encode(self._state.epoch)
         return {HOME_VARIABLE: home, EPOCH_VARIABLE: epoch.decode()}
+
+    def environment_on(self, host: Host) -> dict[str, str]:
+        """Return the variables of a host's workers: those of all, and where the host keeps its
+        claim of the run, if it does."""
+        record = load(self.run.record, RunRecord)
+        if not needs_claims(self.cluster.machines, record.launcher):
+            return self.environment
+        return {**self.environment, CLAIM_VARIABLE: claim_path(host, record.identity)}
+
+    @property
+    def agents(self) -> AgentPool:
+        return self._state.agents
 
     def ranks_on(self, host: Host) -> tuple[int, ...]:
         devices = enumerate(self.plan.devices)
@@ -409,6 +424,7 @@ class Workers(ABC):
         for file in self._logs:
             file.close()
         if self._ends_lease:
+            self.agents.close()
             self._state.lease.close()
 
 

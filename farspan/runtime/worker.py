@@ -511,6 +511,7 @@ def main() -> int:
     if epoch is None:
         epoch = Epoch(number=epochs.readable_ledger(run.epochs).epoch)
     leave_group(run, rank)
+    epochs.hold_claim()
     try:
         notices = connect_workers(rank, world, run_secret(world))
         if notices is not None:

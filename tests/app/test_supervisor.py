@@ -20,6 +20,7 @@ from farspan.app.replanning import plan_without_hosts
 from farspan.domain.epoch_fence import read_ledger
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.run_events import Finished, Recovered, Saved, Step, Warned, read_events
+from farspan.launch.agent_pool import AgentPool
 from farspan.launch.launchers import launch_workers
 from farspan.launch.run_lock import Lease
 from farspan.launch.spares import Spares
@@ -226,7 +227,7 @@ def test_a_stopped_worker_that_wakes_after_it_was_replaced_writes_nothing(tmp_pa
 
     def begun() -> subprocess.Popen[bytes]:
         with Lease(run) as lease:
-            told = SupervisorState(lease, lease.begin_epoch(), Spares()).epoch
+            told = SupervisorState(lease, lease.begin_epoch(), Spares(), AgentPool()).epoch
         place = {"RANK": "0", "WORLD_SIZE": "1", "FARSPAN_EPOCH": f'{{"number":{told.number}}}'}
         words = [sys.executable, "-m", "farspan.runtime.worker", str(run.plan), str(run.path)]
         return subprocess.Popen(words, env={**os.environ, **place, "OMP_NUM_THREADS": "1"})
@@ -274,7 +275,7 @@ def test_a_spare_takes_a_place_and_trains_the_same(tmp_path, calm):
         apart = (TWO.devices[0], replace(TWO.devices[1], index=1))
         spares.start_spares(replace(TWO, devices=apart), cluster.hosts, run.logs, lease.keep_open)
         waiting = [spare.pid for (spare,) in spares._waiting.values()]
-        held = SupervisorState(lease, lease.begin_epoch(), spares)
+        held = SupervisorState(lease, lease.begin_epoch(), spares, AgentPool())
         with launch_workers("local", TWO, run, cluster, held) as workers:
             pids = [process.pid for process in workers.processes]
             losses = {event.step: event.loss for event in workers if isinstance(event, Step)}
@@ -296,7 +297,7 @@ def test_place_of_a_spare_that_stands_still_goes_to_one_that_answers_or_to_a_fre
         ((first, second, third),) = spares._waiting.values()
         for spare in (first, third):
             os.kill(spare.pid, signal.SIGSTOP)
-        held = SupervisorState(lease, lease.begin_epoch(), spares)
+        held = SupervisorState(lease, lease.begin_epoch(), spares, AgentPool())
         with launch_workers("local", TWO, run, cluster, held) as workers:
             pids = [process.pid for process in workers.processes]
             losses = {event.step: event.loss for event in workers if isinstance(event, Step)}
@@ -323,6 +324,7 @@ def test_spare_workers_end_when_their_supervisor_process_dies(tmp_path, stopped)
 import os, signal
 from pathlib import Path
 from farspan.domain.run import RunFolder
+from farspan.launch.agent_pool import AgentPool
 from farspan.launch.run_lock import Lease
 from farspan.launch.spares import Spares
 from tests import tiny

@@ -25,7 +25,7 @@ class Launch(Workers):
     sends = True
 
     def start(self) -> Iterator[Process]:
-        rendezvous = arrange_rendezvous(self.hosts)
+        rendezvous = arrange_rendezvous(self.hosts, self.agents)
         by_name = {host.name: host for host in self.hosts}
         for rank, device in enumerate(self.plan.devices):
             host = by_name[device.host]
@@ -33,7 +33,7 @@ class Launch(Workers):
             values = {
                 **worker_environment(device.threads),
                 **rendezvous_environment(host, rendezvous),
-                **self.environment,
+                **self.environment_on(host),
                 "RANK": str(rank),
                 "WORLD_SIZE": str(len(self.plan.devices)),
             }

@@ -31,7 +31,7 @@ from farspan.domain.problems import Refusal
 from farspan.domain.struct_files import load
 from farspan.domain.worker_exit import WorkerExit
 from farspan.launch.hosts import host_python
-from farspan.launch.network_examination import host_address, start_agents
+from farspan.launch.network_examination import host_address
 from farspan.launch.processes import (
     HostProcess,
     Process,
@@ -179,10 +179,10 @@ class Launch(Workers):
             return
         for host in self.hosts:
             refuse_public(host)
-        rendezvous = arrange_rendezvous(self.hosts)
-        with start_agents(self.hosts) as (reached, _):
-            facts = {name: agent.ask("facts") for name, agent in reached.items()}
-            require_ray({name: answer["packages"]["ray"] for name, answer in facts.items()})
+        rendezvous = arrange_rendezvous(self.hosts, self.agents)
+        reached, _ = self.agents.reach(self.hosts)
+        facts = {name: agent.ask("facts") for name, agent in reached.items()}
+        require_ray({name: answer["packages"]["ray"] for name, answer in facts.items()})
         token = {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
         where = f"{_resolve_ip(rendezvous.address)}:{rendezvous.port}"
         for host in self.hosts:

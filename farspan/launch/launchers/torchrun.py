@@ -33,7 +33,7 @@ FAILURE = re.compile(r"^  rank\s*: (\d+) .*\n  exitcode\s*: (-?\d+)", re.MULTILI
 
 class Launch(Workers):
     def start(self) -> Iterator[Process]:
-        rendezvous = arrange_rendezvous(self.hosts)
+        rendezvous = arrange_rendezvous(self.hosts, self.agents)
         for node, host in enumerate(self.hosts):
             folder = run_folder(host, self.plan, self.run)
             ranks = self.ranks_on(host)
@@ -44,7 +44,7 @@ class Launch(Workers):
                 **rendezvous_environment(host, rendezvous),
                 "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{SAVE_TIMEOUT_S:.0f}",
                 STORE_PORT: str(rendezvous.port),
-                **self.environment,
+                **self.environment_on(host),
             }
             options = [
                 f"--nnodes={len(self.hosts)}",
