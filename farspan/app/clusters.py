@@ -31,6 +31,15 @@ def cluster_of_run(run: RunFolder) -> Cluster:
     return find_cluster(name) if is_external(name) else load_cluster_json(run.cluster)
 
 
+def whole_cluster_of_run(run: RunFolder) -> Cluster:
+    """Return the same with the hosts and devices that the run has lost."""
+    name = load_yaml(run.config, RunConfig).parallel.cluster or ""
+    if is_external(name):
+        return find_cluster(name)
+    path = run.whole_cluster if run.whole_cluster.exists() else run.cluster
+    return load_cluster_json(path)
+
+
 def is_here(parallel: ParallelConfig) -> bool:
     """Return whether a run is asked for on this machine: by name, or without a cluster."""
     return parallel.cluster in (None, THIS_MACHINE)

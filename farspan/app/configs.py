@@ -93,9 +93,42 @@ def refuse_edited(run: RunFolder) -> None:
     """Refuse a run whose run.yaml has another value than at its start, of a key that is not read
     again."""
     started = load(run.record, RunRecord).asked
-    now = load_yaml(run.config, RunConfig)
     if started is None:
         return
+    changed = describe_changes(started, load_yaml(run.config, RunConfig))
+    if changed:
+        raise Refusal(
+            "plan-mismatch",
+            what="this run's own run.yaml was changed, which does not change the run",
+            where=run.config,
+            fact="; ".join(changed),
+            remedy=(
+                "put it back, or start another run: "
+                f"{command('train', run.config, '--run', f'{run.path}-2')}"
+            ),
+        )
+
+
+def refuse_other(run: RunFolder, config: RunConfig, config_path: Path) -> None:
+    """Refuse to resume a run that was made from another run.yaml than this one. Where and how it is
+    parallelized may have been changed since (`farspan resume --cluster`)."""
+    started = load(run.record, RunRecord).asked
+    changed = []
+    if started is not None:
+        changed = describe_changes(replace(started, parallel=config.parallel), config)
+    if changed:
+        raise Refusal(
+            "run-exists",
+            what="the run in this folder was made from another run.yaml",
+            where=run.path,
+            fact="; ".join(changed),
+            remedy=command("train", config_path, "--until-done", "--run", f"{run.path}-2"),
+        )
+
+
+def describe_changes(started: RunConfig, now: RunConfig) -> list[str]:
+    """Describe the keys of a run.yaml that differ from those that a run was made from, but for keys
+    that are read again."""
     from farspan.app.clusters import is_external
 
     changed = []
@@ -110,17 +143,7 @@ def refuse_edited(run: RunFolder) -> None:
             continue
         was = _format_value(before)
         changed.append(f"{key} is {_format_value(after)}, was {was} at the start")
-    if changed:
-        raise Refusal(
-            "plan-mismatch",
-            what="this run's own run.yaml was changed, which does not change the run",
-            where=run.config,
-            fact="; ".join(changed),
-            remedy=(
-                "put it back, or start another run: "
-                f"{command('train', run.config, '--run', f'{run.path}-2')}"
-            ),
-        )
+    return changed
 
 
 def _flatten_config(config: RunConfig) -> dict[str, Any]:

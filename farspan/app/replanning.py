@@ -18,7 +18,7 @@ from farspan.app.resolving import Resolved
 from farspan.app.updates import Note, Progress, ignore_update
 from farspan.corpus.find_prepared import find_corpus
 from farspan.domain.cluster import Cluster
-from farspan.domain.cluster_json import load_cluster_json
+from farspan.domain.cluster_json import load_cluster_json, save_cluster_json
 from farspan.domain.config import ParallelConfig, RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.cost import Estimate
@@ -98,7 +98,8 @@ def adopt_plan(
     asked: RunConfig | None = None,
 ) -> None:
     """Report what a plan for the rest of a run changes, and make it the run's; `asked` is its new
-    run.yaml, if any."""
+    run.yaml, if any. Without one the plan is of a part of the run's cluster, which is kept whole:
+    hosts come back."""
     old = run.load_plan()
     record = load(run.record, RunRecord)
     config = asked or load_yaml(run.config, RunConfig)
@@ -114,7 +115,10 @@ def adopt_plan(
         )
     run.plans.mkdir(exist_ok=True)
     save(old, run.plans / f"{old.hash}.json")
+    if asked is None and not run.whole_cluster.exists():
+        save_cluster_json(load_cluster_json(run.cluster), run.whole_cluster)
     if asked is not None:
+        run.whole_cluster.unlink(missing_ok=True)
         launcher = clusters.find_launcher(asked.parallel)
         record = replace(record, launcher=launcher, asked=asked)
     write_planned(run, planned, config, record)

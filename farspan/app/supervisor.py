@@ -6,7 +6,6 @@ long as a plan without it would lose; then that plan is followed.
 
 from __future__ import annotations
 
-import functools
 import signal
 import statistics
 import threading
@@ -21,8 +20,14 @@ from farspan.app.microbatches import describe_halving, halve_after_oom
 from farspan.app.plans import Planned
 from farspan.app.replanning import adopt_plan, plan_without_hosts
 from farspan.app.restart_policy import Faults, Seen, restart_message
-from farspan.app.take_claims import HOST_POLL_S, claims_of_run, hosts_without, take_claims
-from farspan.app.updates import Ended, Faulted, Note, Progress, Training
+from farspan.app.take_claims import (
+    HOST_POLL_S,
+    claims_of_run,
+    hosts_without,
+    take_claims,
+    wait_for_claims,
+)
+from farspan.app.updates import Ended, Faulted, Note, Progress, Training, Waiting
 from farspan.domain.config import RunConfig
 from farspan.domain.cost import Estimate
 from farspan.domain.epoch_fence import Epoch, Fault
@@ -38,6 +43,7 @@ from farspan.launch.launchers import launch_workers
 from farspan.launch.run_lock import Lease
 from farspan.launch.spares import Spares
 from farspan.launch.workers import SupervisorState, Workers
+from farspan.report.history import COMPLETE
 
 #: How often the user's wish to stop is looked for.
 STOP_POLL_S = 0.1
@@ -108,7 +114,10 @@ class Supervisor:
                 self._wait_for_hosts()
             while True:
                 try:
-                    return self._train_once(lease, spares)
+                    finished = self._train_once(lease, spares)
+                    if finished is not None and finished.reason in COMPLETE:
+                        self._renewal.last_state = "finished"
+                    return finished
                 except Refusal as refusal:
                     # A shutdown reaches workers and this process in any order.
                     if self._asked and refusal.problem.code == "preempted":
@@ -171,10 +180,13 @@ class Supervisor:
         """Begin an epoch, and claim it on the run's hosts."""
         claims = claims_of_run(self._run, self._agents, self._without)
         after = 0
-        # A run folder that was copied here begins later than all that its hosts have seen.
-        if claims is not None and not self._run.epochs.exists():
-            answers = claims.ask()
-            after = max((answer.epoch for answer in answers.values()), default=0)
+        if claims is not None:
+            newest = wait_for_claims(
+                claims, self._progress, self._sleep, until_done=self._until_done
+            )
+            # A run folder that was copied here begins later than all that its hosts have seen.
+            if not self._run.epochs.exists():
+                after = newest
         epoch = lease.begin_epoch(
             used_s=self._used_s(),
             skip=self._faults.skipped_steps,
@@ -185,7 +197,7 @@ class Supervisor:
             self._progress(Note(lease.mended))
         if claims is not None:
             take_claims(claims, epoch.number, self._progress, self._sleep)
-            self._renewal.keep(functools.partial(claims.renew, epoch.number))
+            self._renewal.keep(claims, epoch.number)
         return epoch
 
     def _track_step(self, event: Event) -> None:
@@ -268,7 +280,7 @@ class Supervisor:
                     note = f"going on without {hosts}: that takes no longer"
                 else:
                     note = f"waiting for {hosts} up to {limit}, which a plan without would lose"
-                self._progress(Note(note))
+                self._progress(Waiting(note))
             # A plan that loses nothing is followed at once.
             is_due = reduced is not None and time.monotonic() - began >= loss_s
             if reduced is not None and is_due and self._may_continue(gone):
@@ -286,17 +298,18 @@ class Supervisor:
             # are there.
             return set()
         planned = {device.host for device in self._run.load_plan().devices}
-        cluster = clusters.cluster_of_run(self._run)
-        kept = {host.name for host in hosts_without(cluster, self._without)}
+        whole = clusters.whole_cluster_of_run(self._run)
+        kept = {host.name for host in hosts_without(whole, self._without)}
         leaving = planned & self._faults.leaving_hosts(time.monotonic())
         leaving |= planned - kept
         expected = planned - leaving
+        cluster = clusters.cluster_of_run(self._run)
         hosts = [host for host in cluster.hosts if host.name in expected]
         return leaving | find_absent_hosts(hosts, self._agents)
 
     def _may_continue(self, gone: Collection[str]) -> bool:
-        """Return whether the run may go on without hosts: the others, with those that no plan uses,
-        must be more than half of them."""
+        """Return whether the run may continue without hosts: the others, with those that no plan
+        uses, must be more than half of them."""
         claims = claims_of_run(self._run, self._agents, self._without)
         if claims is None:
             return True
@@ -306,8 +319,8 @@ class Supervisor:
     def _plan_without(self, gone: Collection[str]) -> tuple[Planned | None, float]:
         """Plan without these hosts, if that is allowed and fits; and the seconds that would be
         lost by it."""
-        cluster = clusters.cluster_of_run(self._run)
-        kept = {host.name for host in hosts_without(cluster, self._without)}
+        whole = clusters.whole_cluster_of_run(self._run)
+        kept = {host.name for host in hosts_without(whole, self._without)}
         given_up = kept.isdisjoint(gone)
         if self._on_fault == "wait" and not given_up:
             return None, 0.0

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from farspan.app import clusters
-from farspan.app.configs import refuse_edited
+from farspan.app.configs import refuse_edited, refuse_other
 from farspan.app.corpora import bring_corpus
 from farspan.app.jobs import register_job, remove_unbegun, wait_for_orphans
 from farspan.app.microbatches import enlarge_where_unsure
+from farspan.app.notify import notifying
 from farspan.app.plans import (
     Planned,
     add_forecast,
@@ -86,12 +87,14 @@ def make_run(
     if config.model.path:
         initial = str(Path(config.model.path).expanduser().resolve())
     created = datetime.now(UTC).isoformat(timespec="seconds")
+    identity = secrets.token_hex(ID_BYTES)
+    home = describe_holder(path)
     record = RunRecord(
         corpus=str(resolved.corpus_folder.resolve()),
         command=tuple(sys.argv),
         created=created,
-        id=secrets.token_hex(ID_BYTES),
-        home=describe_holder(path),
+        id=identity,
+        home=home,
         warnings=resolved.warnings,
         initial=initial,
         launcher=clusters.find_launcher(config.parallel),
@@ -117,11 +120,14 @@ def resume_run(
     trust: bool = False,
     cluster: str | None = None,
     technique: str | None = None,
+    until_done: bool = False,
+    without: tuple[str, ...] = (),
 ) -> Report:
     """Continue a run that was stopped, or report one that is finished. With `trust` its cluster's
     commands are run, and its links followed, also where it was not made here; without, such a run
     is refused. For another cluster or technique the remaining steps are planned again. Workers of
-    a killed job are waited for."""
+    a killed job are waited for, and with `until_done` hosts that are away. The sites in `without`
+    are given up."""
     from farspan.app.replanning import replan_run
     from farspan.launch import trust as trusting
     from farspan.report.history import is_complete
@@ -134,14 +140,49 @@ def resume_run(
         return write_report(run.path, page=False)
     if not trust:
         trusting.require_trusted(run)
-    wait_for_orphans(run, note_reporter(progress))
-    bring_corpus(run, progress)
-    if cluster is not None or technique is not None:
-        replan_run(run, progress, cluster=cluster, technique=technique)
-    return train_run(run, progress)
+    with notifying(_notify_command(run), run.path, progress) as report:
+        wait_for_orphans(run, note_reporter(report))
+        bring_corpus(run, report)
+        if cluster is not None or technique is not None:
+            replan_run(run, report, cluster=cluster, technique=technique)
+        return train_run(run, report, until_done=until_done, without=without)
 
 
-def train_run(run: RunFolder, progress: Progress = ignore_update) -> Report:
+def _notify_command(run: RunFolder) -> str | None:
+    asked = load(run.record, RunRecord).asked
+    return None if asked is None else asked.notify
+
+
+def train_until_done(
+    path: Path,
+    config: RunConfig,
+    config_path: Path,
+    progress: Progress = ignore_update,
+    *,
+    without: tuple[str, ...] = (),
+) -> Report:
+    """Train a run to its end: begin it, or resume it where it lies at `path`. The same call resumes
+    it after whatever has ended the process before. Raises Refusal (run-exists) where another
+    run.yaml's run lies there."""
+    run = RunFolder(path)
+    if run.plan.exists():
+        refuse_other(run, config, config_path)
+        return resume_run(run, progress, until_done=True, without=without)
+    # A start that was killed while the run was made.
+    if run.corpus.exists():
+        remove_unbegun(run)
+    with notifying(config.notify, path, progress) as report:
+        run = plan_run(path, config, report)
+        return _train_begun(run, report, until_done=True, without=without)
+
+
+def train_run(
+    run: RunFolder,
+    progress: Progress = ignore_update,
+    *,
+    until_done: bool = False,
+    without: tuple[str, ...] = (),
+) -> Report:
     """Train the run's plan from its newest checkpoint, reporting events; then write its report.
 
     On the main thread Ctrl-C and SIGTERM save first and then raise Refusal (interrupted). No worker
@@ -161,7 +202,10 @@ def train_run(run: RunFolder, progress: Progress = ignore_update) -> Report:
         progress(Note(f"starting {workers} through {record.launcher}"))
     try:
         with register_job(run):
-            ended = Supervisor(run, progress, write_event).train_run()
+            supervisor = Supervisor(
+                run, progress, write_event, until_done=until_done, without=without
+            )
+            ended = supervisor.train_run()
     except BaseException:
         progress(Ended())
         # What ended the run is raised, not what keeps its report from being written.
@@ -185,8 +229,15 @@ def train_run(run: RunFolder, progress: Progress = ignore_update) -> Report:
 def train_new(run: RunFolder, progress: Progress = ignore_update) -> Report:
     """Train a run that was just made (`train`). Where the disk is full before its workers have
     started, its folder is removed: the same command then works when there is space."""
+    with notifying(_notify_command(run), run.path, progress) as report:
+        return _train_begun(run, report)
+
+
+def _train_begun(
+    run: RunFolder, progress: Progress, *, until_done: bool = False, without: tuple[str, ...] = ()
+) -> Report:
     try:
-        return train_run(run, progress)
+        return train_run(run, progress, until_done=until_done, without=without)
     except (Refusal, OSError) as error:
         if isinstance(error, Refusal):
             disk_is_full = error.problem.code == "disk-full"

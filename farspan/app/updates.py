@@ -1,8 +1,8 @@
 """Updates that a function of the API reports while it works: one callback takes all, by type.
 
-Updates are `Note`, `Ranked`, `Tried`, `Chosen`, `Training` and `Faulted` of this file, `Planned` of
-`plans`, the events of a run (`domain.run_events`), the `Work` on an index, and `Ended`, after which
-no live display is wanted.
+Updates are `Note`, `Waiting`, `Ranked`, `Tried`, `Chosen`, `Training` and `Faulted` of this file,
+`Planned` of `plans`, the events of a run (`domain.run_events`), the `Work` on an index, and
+`Ended`, after which no live display is wanted.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ class Note(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return self.text
+
+
+class Waiting(Note, frozen=True):
+    """A line for people about what a run waits for."""
 
 
 class Ranked(msgspec.Struct, frozen=True):

@@ -131,14 +131,26 @@ def at_option(problem: Problem, given: argparse.Namespace) -> Problem:
     return msgspec.structs.replace(problem, where=where or f"{given.config}, key {problem.key}")
 
 
-def words_again(given: argparse.Namespace) -> list[object]:
-    """Return the arguments that `load_config` read, for a further command on the same run."""
-    words = [given.config]
+def words_again(given: argparse.Namespace, *, absolute: bool = False) -> list[object]:
+    """Return the arguments that `load_config` read, for a further command on the same run; with
+    `absolute`, from anywhere."""
+    words: list[object] = [given.config.absolute() if absolute else given.config]
     for key, value in _given_short_keys(given).items():
         words += [f"--{key}", value]
     for override in given.set:
         words += ["--set", override]
     return words
+
+
+def takes_without(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that gives sites of a run's cluster up."""
+    parser.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        metavar="SITE",
+        help="go on without this site, also with half of the hosts or fewer",
+    )
 
 
 def takes_run(parser: argparse.ArgumentParser) -> None:

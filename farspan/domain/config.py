@@ -218,6 +218,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     #: After a lost worker, host or link: start again, with a new plan where a host stays away
     #: (`recover`); start again once all are there (`wait`); or end the run (`stop`).
     on_fault: OnFault = "recover"
+    #: A shell command that is run at the end of a job and at trouble: it finds what happened in
+    #: FARSPAN_EVENT, FARSPAN_RUN and FARSPAN_MESSAGE.
+    notify: str | None = None
 
     @property
     def data_config(self) -> DataConfig:

@@ -97,8 +97,8 @@ def read_own_claim() -> Claim | None:
 
 
 def hold_claim() -> None:
-    """Open a file beside the claim on this worker's host, if there is one, until this process ends:
-    by it others see that the worker is there."""
+    """Open the lock file of the claim on this worker's host, if there is a claim, until this
+    process ends: by it others see that the worker is there."""
     path = os.environ.get(CLAIM_VARIABLE)
     if not path:
         return

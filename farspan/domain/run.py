@@ -152,6 +152,8 @@ class RunFolder:
         self.path = path
         self.plan = path / "plan.json"
         self.cluster = path / "cluster.json"
+        #: The cluster before hosts or devices were lost; not there where none was.
+        self.whole_cluster = path / "cluster.whole.json"
         self.record = path / "run.json"
         self.estimate = path / "estimate.json"
         self.config = path / "run.yaml"
@@ -180,6 +182,7 @@ class RunFolder:
         return (
             self.plan,
             self.cluster,
+            self.whole_cluster,
             self.record,
             self.estimate,
             self.config,

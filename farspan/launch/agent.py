@@ -165,10 +165,10 @@ def cpu_busy_s() -> float | None:
     return sum(ticks) / os.sysconf("SC_CLK_TCK") / cores
 
 
-def claim(path: str, epoch: int, holder: str) -> dict[str, Any]:
-    """Record that an epoch of a run begins here, by this holder, or that it lasts; not where a
-    later one has begun, or another holder's of that number. Return the claim that was there before,
-    its age, and the workers of the run that are there."""
+def claim(path: str, epoch: int, holder: str, state: str = "trains") -> dict[str, Any]:
+    """Record that an epoch of a run begins here, by this holder, or what its state is: "trains",
+    "stopped" or "finished". Not where a later one has begun, or another holder's of that number.
+    Return the claim that was there before, its age, and the workers of the run that are there."""
     import fcntl
 
     file = Path(path).expanduser()
@@ -176,20 +176,18 @@ def claim(path: str, epoch: int, holder: str) -> dict[str, Any]:
     with open(str(file) + ".lock", "a") as lock:
         with suppress(OSError):  # A file system without locks.
             fcntl.flock(lock, fcntl.LOCK_EX)
-        before: dict[str, Any] = {"epoch": 0, "holder": ""}
-        age = None
+        before: dict[str, Any] = {"epoch": 0, "holder": "", "state": "stopped"}
+        age = 0.0
         # There is none, or power was lost while it was written.
         with suppress(OSError, ValueError):
             before = json.loads(file.read_text())
             age = time.time() - file.stat().st_mtime
-        is_newer = epoch > before["epoch"]
-        claimed = is_newer or (epoch == before["epoch"] and holder == before["holder"])
-        if is_newer:
+        is_own = epoch == before["epoch"] and holder == before["holder"]
+        claimed = is_own or epoch > before["epoch"]
+        if claimed:
             new = Path(str(file) + ".new")
-            new.write_text(json.dumps({"epoch": epoch, "holder": holder}))
+            new.write_text(json.dumps({"epoch": epoch, "holder": holder, "state": state}))
             new.replace(file)
-        elif claimed:
-            os.utime(file)
     return {"claimed": claimed, "age": age, "workers": run_workers(path), **before}
 
 

@@ -3,8 +3,8 @@ than half of them.
 
 A host keeps the newest epoch that it has seen and refuses older ones. So a run folder that was
 copied to another machine, and the one that it was copied from, are never trained at once: of the
-two halves of a cut cluster one waits. A supervisor renews its claims, so that others can tell
-whether it is there.
+two halves of a cut cluster one waits. A supervisor renews its claims, by which others see that it
+is there.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from __future__ import annotations
 import signal
 import socket
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -36,6 +36,10 @@ RENEW_S = 10.0
 LEASE_S = 60.0
 
 
+#: What the supervisor of a claim does, as far as it said.
+ClaimState = Literal["trains", "stopped", "finished"]
+
+
 class ClaimAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """A host's answer to a claim: whether it was made, the claim that was there before, and the
     workers of the run that are there."""
@@ -43,8 +47,9 @@ class ClaimAnswer(msgspec.Struct, frozen=True, kw_only=True):
     claimed: bool
     epoch: int
     holder: str
-    #: Seconds since its supervisor has made or renewed it; None where there was none.
-    age: float | None
+    state: ClaimState
+    #: Seconds since its supervisor has made or renewed it.
+    age: float
     workers: tuple[int, ...]
 
 
@@ -70,7 +75,8 @@ class HostClaims:
 
     def __init__(self, run: RunFolder, hosts: Sequence[Host], agents: AgentPool) -> None:
         record = load(run.record, RunRecord)
-        self._run = run
+        #: The run folder here.
+        self.path = run.path
         self._hosts = hosts
         self._agents = agents
         self._identity = record.identity
@@ -89,30 +95,35 @@ class HostClaims:
         reached, _ = self._agents.reach(self._hosts)
         values = {"epoch": epoch, "holder": self._holder}
         answers = self._ask_agents(reached, "claim", **values)
-        found = {host: msgspec.convert(answer, ClaimAnswer) for host, answer in answers.items()}
-        refused = {host: answer for host, answer in found.items() if not answer.claimed}
+        claims = {host: msgspec.convert(answer, ClaimAnswer) for host, answer in answers.items()}
+        refused = {host: answer for host, answer in claims.items() if not answer.claimed}
         if refused and epoch:
             host, newest = max(refused.items(), key=lambda item: item[1].epoch)
-            raise Refusal.of(self._superseded_by(host, newest, epoch))
-        return found
+            fact = (
+                f"host {host} has seen start {newest.epoch}, by {newest.holder}; this folder is at "
+                f"start {epoch}"
+            )
+            raise Refusal.of(self._superseded_by(newest.holder, fact))
+        return claims
 
     def reach(self) -> set[str]:
         """Return the names of the hosts that can be reached."""
         reached, _ = self._agents.reach(self._hosts)
         return set(reached)
 
-    def renew(self, epoch: int) -> None:
-        """Renew the claim where it stands. What refuses it now refuses the next start."""
+    def renew(self, epoch: int, state: ClaimState = "trains") -> None:
+        """Renew the claim where it stands, with what the supervisor does. What refuses it now
+        refuses the next start."""
         reached = self._agents.known
-        self._ask_agents(reached, "claim", epoch=epoch, holder=self._holder)
+        self._ask_agents(reached, "claim", epoch=epoch, holder=self._holder, state=state)
 
     def left_by_others(self, answers: Mapping[str, ClaimAnswer]) -> dict[str, str]:
         """Return the hosts where workers of another supervisor are left, with its name."""
-        left = {}
+        orphans = {}
         for host, answer in answers.items():
             if answer.workers and answer.holder not in ("", self._holder):
-                left[host] = answer.holder
-        return left
+                orphans[host] = answer.holder
+        return orphans
 
     def stop_workers(self, hosts: Collection[str], *, kill: bool = False) -> int:
         """Ask the run's workers on these hosts to save and end, or kill them; return how many there
@@ -133,10 +144,17 @@ class HostClaims:
     def live_holder(self, answers: Mapping[str, ClaimAnswer]) -> str | None:
         """Return another supervisor that renews its claim; None where there is none."""
         for answer in answers.values():
-            is_fresh = answer.age is not None and answer.age < LEASE_S
-            if is_fresh and answer.holder != self._holder:
+            is_renewed = answer.state == "trains" and answer.age < LEASE_S
+            if is_renewed and answer.holder != self._holder:
                 return answer.holder
         return None
+
+    def require_unfinished(self, answers: Mapping[str, ClaimAnswer]) -> None:
+        """Raise Refusal (superseded) where another supervisor has finished the run."""
+        for answer in answers.values():
+            if answer.state == "finished" and answer.holder != self._holder:
+                fact = f"{answer.holder} has finished it"
+                raise Refusal.of(self._superseded_by(answer.holder, fact))
 
     def has_majority(self, present: Collection[str]) -> bool:
         """Return whether the hosts that are present are more than half of the run's. Exactly half
@@ -169,41 +187,45 @@ class HostClaims:
         pairs = zip(hosts, answers, strict=True)
         return {host.name: answer for host, answer in pairs if answer is not None}
 
-    def _superseded_by(self, host: str, newest: ClaimAnswer, epoch: int) -> Problem:
-        machine, _, path = newest.holder.partition(":")
+    def _superseded_by(self, holder: str, fact: str) -> Problem:
+        machine, _, path = holder.partition(":")
         return Problem(
             code="superseded",
             what="the run was taken over by another machine",
-            where=str(self._run.path),
-            fact=(
-                f"host {host} has seen start {newest.epoch}, by {newest.holder}; this folder is at "
-                f"start {epoch}"
-            ),
+            where=str(self.path),
+            fact=fact,
             remedy=shell_line("ssh", machine, command("status", Path(path))),
         )
 
 
 class ClaimRenewal:
-    """Renews a claim every RENEW_S, from a thread, until it is closed."""
+    """Renews the claim of a job's newest start every RENEW_S, from a thread, until it is closed:
+    then it ends."""
 
     def __init__(self) -> None:
         self._closed = threading.Event()
-        self._renew: Callable[[], None] | None = None
+        self._claims: HostClaims | None = None
+        self._epoch = 0
+        #: What the claim says once it is closed.
+        self.last_state: ClaimState = "stopped"
         self._thread: threading.Thread | None = None
 
-    def keep(self, renew: Callable[[], None]) -> None:
-        """Renew by this function from now on."""
-        self._renew = renew
+    def keep(self, claims: HostClaims, epoch: int) -> None:
+        """Renew this claim from now on."""
+        self._claims = claims
+        self._epoch = epoch
         if self._thread is None:
             self._thread = threading.Thread(target=self._renew_until_closed, daemon=True)
             self._thread.start()
 
     def _renew_until_closed(self) -> None:
         while not self._closed.wait(RENEW_S):
-            if self._renew is not None:
-                self._renew()
+            if self._claims is not None:
+                self._claims.renew(self._epoch)
 
     def close(self) -> None:
         self._closed.set()
         if self._thread is not None:
             self._thread.join(CLAIM_ANSWER_S)
+        if self._claims is not None:
+            self._claims.renew(self._epoch, self.last_state)

@@ -119,11 +119,15 @@ def _find_links(run: RunFolder) -> Iterator[Path]:
 
 def _list_commands(run: RunFolder) -> list[str]:
     """List what a run starts besides this Python: how it enters hosts and devices, what it runs
-    there, and the Ray cluster that it hands a token to."""
-    cluster = load_cluster_json(run.cluster)
-    launcher = load(run.record, RunRecord).launcher
-    commands = [f"a launcher, {launcher}"] if ":" in launcher else []
-    for host in cluster.hosts:
+    there, the Ray cluster that it hands a token to, and the command that it notifies by."""
+    hosts = list(load_cluster_json(run.cluster).hosts)
+    if run.whole_cluster.exists():
+        hosts += load_cluster_json(run.whole_cluster).hosts
+    record = load(run.record, RunRecord)
+    commands = [f"a launcher, {record.launcher}"] if ":" in record.launcher else []
+    if record.asked is not None and record.asked.notify is not None:
+        commands.append(shell_line("sh", "-c", record.asked.notify))
+    for host in hosts:
         python = [host_python(host)]
         for device in (None, *range(len(host.devices))):
             words = host_command(host, python, device=device)
@@ -154,7 +158,10 @@ def require_server(path: Path, location: str, remedy: str) -> None:
 
 
 def _sign_run(run: RunFolder) -> bytes:
-    return _sign_contents(read_bytes(run.cluster), read_bytes(run.record))
+    contents = [read_bytes(run.cluster), read_bytes(run.record)]
+    if run.whole_cluster.exists():
+        contents.append(read_bytes(run.whole_cluster))
+    return _sign_contents(*contents)
 
 
 def _sign_contents(*contents: bytes) -> bytes:

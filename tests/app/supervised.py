@@ -43,6 +43,9 @@ class Watched:
         run: RunFolder,
         at_step: Callable[[Watched, int], None] = lambda watched, step: None,
         at_fault: Callable[[Watched], None] = lambda watched: None,
+        *,
+        until_done: bool = False,
+        without: tuple[str, ...] = (),
     ) -> None:
         self.run = run
         self.faulted = list[Faulted]()
@@ -51,7 +54,9 @@ class Watched:
         self.notes = list[str]()
         self._at_step = at_step
         self._at_fault = at_fault
-        self.supervisor = Supervisor(run, self._told, self.events.append)
+        self.supervisor = Supervisor(
+            run, self._told, self.events.append, until_done=until_done, without=without
+        )
 
     def train(self) -> Problem | Finished | None:
         """How it ends: with the last event, or with a problem."""

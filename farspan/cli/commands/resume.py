@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from farspan.cli.arguments import find_run, takes_run
+from farspan.cli.arguments import find_run, takes_run, takes_without
 from farspan.cli.console import Console
 from farspan.cli.detach import run_detached, takes_detach
 
@@ -28,6 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="go on by this technique (default: the best of the exact)",
     )
+    takes_without(parser)
     takes_detach(parser)
 
 
@@ -41,6 +42,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
             value = getattr(given, name)
             if value:
                 words += [f"--{name}", value]
+        for site in given.without:
+            words += ["--without", site]
         run_detached(words, folder, console)
         return
     from farspan.app.training import resume_run
@@ -49,7 +52,12 @@ def run(given: argparse.Namespace, console: Console) -> None:
 
     with Show(console) as show:
         report = resume_run(
-            folder, show, trust=given.trust, cluster=given.cluster, technique=given.technique
+            folder,
+            show,
+            trust=given.trust,
+            cluster=given.cluster,
+            technique=given.technique,
+            without=tuple(given.without),
         )
     print_result(report, console)
     console.answer({"run": str(folder.path), "measurement": report.measurement})

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from farspan.app.configs import default_name
 from farspan.app.preflight_checks import refuse_existing
-from farspan.cli.arguments import load_config, takes_config, words_again
+from farspan.cli.arguments import load_config, takes_config, takes_without, words_again
 from farspan.cli.console import Console
 from farspan.cli.detach import run_detached, takes_detach
-from farspan.domain.problems import command
+from farspan.domain.config import RunConfig
+from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder
 
 HELP = "train a model as run.yaml says"
@@ -24,12 +25,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plan", metavar="PLAN.JSON", type=Path, help="run this plan, of farspan plan RUN.YAML -o"
     )
+    parser.add_argument(
+        "--until-done",
+        action="store_true",
+        help="begin the run or go on with it, and wait for hosts that are away",
+    )
+    takes_without(parser)
+    parser.add_argument(
+        "--print-unit",
+        choices=("systemd", "cron"),
+        help="print what starts this command again after a crash or a reboot, and start nothing",
+    )
     takes_detach(parser)
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
     config = load_config(given)
     path = Path(given.run or Path("runs", default_name(config)))
+    if given.print_unit is not None:
+        words = ["train", *words_again(given, absolute=True), "--run", path.absolute()]
+        print_unit(given.print_unit, path.name, [*words, "--until-done"], console)
+        return
+    if given.until_done:
+        train_until_done(given, config, path, console)
+        return
+    refuse_without(given)
     remedy = command("train", given.config, "--run", f"{path}-2")
     refuse_existing(path, f"{remedy}, or to go on: {command('resume', path)}")
     if given.detach:
@@ -52,3 +72,54 @@ def run(given: argparse.Namespace, console: Console) -> None:
         report = training.train_new(folder, show)
     print_result(report, console)
     console.answer({"run": str(path), "measurement": report.measurement})
+
+
+def refuse_without(given: argparse.Namespace) -> None:
+    """Refuse to give sites up in a run that is yet to begin."""
+    if given.without:
+        raise Refusal(
+            "usage",
+            what="--without is for a run that goes on",
+            where="--without",
+            fact="a new run uses the sites of its cluster file",
+            remedy=command("train", given.config, "--until-done", "--without", *given.without),
+        )
+
+
+def train_until_done(
+    given: argparse.Namespace, config: RunConfig, path: Path, console: Console
+) -> None:
+    """Begin the run or resume it, and return when it is finished."""
+    if given.plan is not None:
+        raise Refusal(
+            "usage",
+            what="--until-done makes its own plan",
+            where="--plan",
+            fact="the same command has to begin the run and to go on with it",
+            remedy=command("train", given.config, "--run", path, "--plan", given.plan),
+        )
+    if given.detach:
+        words = ["train", *words_again(given), "--run", path, "--until-done"]
+        for site in given.without:
+            words += ["--without", site]
+        run_detached(words, RunFolder(path), console)
+        return
+    from farspan.app import training
+    from farspan.cli.report_text import print_result
+    from farspan.cli.show_updates import Show
+
+    with Show(console) as show:
+        report = training.train_until_done(
+            path, config, given.config, show, without=tuple(given.without)
+        )
+    print_result(report, console)
+    console.answer({"run": str(path), "measurement": report.measurement})
+
+
+def print_unit(kind: str, name: str, words: list[object], console: Console) -> None:
+    """Print a unit that starts a job again."""
+    from farspan.app.job_units import cron_lines, systemd_unit
+
+    text = systemd_unit(name, words) if kind == "systemd" else cron_lines(name, words)
+    console.write_line(text.rstrip("\n"))
+    console.answer({"unit": text})
