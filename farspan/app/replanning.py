@@ -6,12 +6,13 @@ run keeps its losses. What the old plan was lies in `plans/` of the run's folder
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from msgspec.structs import replace
 
 from farspan.app import clusters
 from farspan.app.checkpoints import copy_checkpoints, unmirrored_steps
+from farspan.app.clusters import whole_cluster_of_run
 from farspan.app.jobs import read_status
 from farspan.app.plans import Planned, best_plan, device_places, write_planned
 from farspan.app.resolving import Resolved
@@ -69,26 +70,53 @@ def replan_run(
     return planned
 
 
-def plan_without_hosts(run: RunFolder, gone: Collection[str]) -> Planned:
-    """Plan the rest of a run without some hosts of its cluster, by predictions alone: nothing is
-    tried while machines wait. Raises Refusal where nothing fits."""
-    whole = load_cluster_json(run.cluster)
+def plan_without(
+    run: RunFolder, hosts: Collection[str], devices: Collection[tuple[str, int]] = ()
+) -> Planned:
+    """Plan the rest of a run without some hosts of its whole cluster, and some devices as (host,
+    index), by predictions alone: nothing is tried while machines wait. Raises Refusal where nothing
+    fits."""
+    whole = whole_cluster_of_run(run)
     config = load_yaml(run.config, RunConfig)
     places = []
-    for place, (host, _) in enumerate(device_places(whole)):
-        if host not in gone:
+    for place, (host, index) in enumerate(device_places(whole)):
+        if host not in hosts and (host, index) not in devices:
             places.append(place)
     if not places:
+        lost = ", ".join(sorted({*hosts, *(host for host, _ in devices)}))
         raise Refusal(
             "cannot-plan",
-            what="no host of the run is there",
+            what="no device of the run is there",
             where=run.cluster,
-            fact=f"{', '.join(sorted(gone))} cannot be worked with",
+            fact=f"{lost} cannot be worked with",
             remedy=command("resume", run.path),
         )
     parallel = replace(config.parallel, technique="auto", workers="auto")
+    if len(places) == len(whole.devices):
+        # All are back: as the run was asked for.
+        parallel = config.parallel
     resolved = resolve_rest(run, whole.only(places))
-    return best_plan(resolved, _keep_synchronous(parallel, run.load_plan()), trials=False)
+    planned = best_plan(resolved, _keep_synchronous(parallel, run.load_plan()), trials=False)
+    return _number_devices(planned, whole, places)
+
+
+def _number_devices(planned: Planned, whole: Cluster, places: Sequence[int]) -> Planned:
+    """Give the devices of a plan for some places of a cluster their numbers on their hosts: a host
+    that has lost its first device has a second one."""
+    by_host: dict[str, list[int]] = {}
+    every = device_places(whole)
+    for place in places:
+        host, index = every[place]
+        by_host.setdefault(host, []).append(index)
+    devices = []
+    for device in planned.plan.devices:
+        devices.append(replace(device, index=by_host[device.host][device.index]))
+    of_hosts = [place for place, (host, _) in enumerate(every) if host in by_host]
+    return replace(
+        planned,
+        plan=replace(planned.plan, devices=tuple(devices)),
+        resolved=replace(planned.resolved, cluster=whole.only(of_hosts)),
+    )
 
 
 def adopt_plan(
@@ -115,10 +143,12 @@ def adopt_plan(
         )
     run.plans.mkdir(exist_ok=True)
     save(old, run.plans / f"{old.hash}.json")
-    if asked is None and not run.whole_cluster.exists():
-        save_cluster_json(load_cluster_json(run.cluster), run.whole_cluster)
-    if asked is not None:
+    whole = whole_cluster_of_run(run)
+    if asked is None and planned.resolved.cluster != whole:
+        save_cluster_json(whole, run.whole_cluster)
+    else:
         run.whole_cluster.unlink(missing_ok=True)
+    if asked is not None:
         launcher = clusters.find_launcher(asked.parallel)
         record = replace(record, launcher=launcher, asked=asked)
     write_planned(run, planned, config, record)

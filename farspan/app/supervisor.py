@@ -7,36 +7,31 @@ long as a plan without it would lose; then that plan is followed.
 from __future__ import annotations
 
 import signal
-import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 
 from farspan.app import clusters
-from farspan.app.checkpoints import copy_checkpoints, flaw_of, unmirrored_steps
+from farspan.app.checkpoints import copy_checkpoints, flaw_of
+from farspan.app.lost_hosts import LostHosts, Pace, median_or_none
 from farspan.app.microbatches import describe_halving, halve_after_oom
 from farspan.app.plans import Planned
-from farspan.app.replanning import adopt_plan, plan_without_hosts
+from farspan.app.replanning import adopt_plan
 from farspan.app.restart_policy import Faults, Seen, restart_message
 from farspan.app.take_claims import (
-    HOST_POLL_S,
     claims_of_run,
-    hosts_without,
     take_claims,
     wait_for_claims,
 )
-from farspan.app.updates import Ended, Faulted, Note, Progress, Training, Waiting
+from farspan.app.updates import Ended, Faulted, Note, Progress, Training
 from farspan.domain.config import RunConfig
-from farspan.domain.cost import Estimate
 from farspan.domain.epoch_fence import Epoch, Fault
 from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.run import RunFolder, RunRecord
-from farspan.domain.run_events import Event, Finished, Started, Step
+from farspan.domain.run_events import Event, Finished, Saved, Started, Step
 from farspan.domain.struct_files import load, load_yaml
-from farspan.domain.units import format_seconds
-from farspan.launch.absent_hosts import find_absent_hosts
 from farspan.launch.agent_pool import AgentPool
 from farspan.launch.host_claims import ClaimRenewal
 from farspan.launch.launchers import launch_workers
@@ -79,6 +74,17 @@ class Supervisor:
         self._renewal = ClaimRenewal()
         self._on_fault = load_yaml(run.config, RunConfig).on_fault
         self._faults = Faults()
+        self._lost = LostHosts(
+            run,
+            self._agents,
+            self._faults,
+            progress,
+            self._sleep,
+            on_fault=self._on_fault,
+            without=without,
+        )
+        #: The plan with hosts that are back, while workers save and end for it.
+        self._returning: Planned | None = None
         self._fault: Fault | None = None
         self._workers: Workers | None = None
         #: Times that the user has asked to stop.
@@ -111,10 +117,14 @@ class Supervisor:
             self._passing_signals(),
         ):
             if self._until_done or self._without:
-                self._wait_for_hosts()
+                self._lost.wait(self._pace)
             while True:
                 try:
                     finished = self._train_once(lease, spares)
+                    if self._returning is not None:
+                        # Workers have saved and ended for a plan with hosts that are back.
+                        self._adopt_returning(self._returning)
+                        continue
                     if finished is not None and finished.reason in COMPLETE:
                         self._renewal.last_state = "finished"
                     return finished
@@ -159,11 +169,14 @@ class Supervisor:
                         self._progress(Ended())
                     self._progress(Training(plan, record.forecast))
                     self._shown = plan.hash
+                self._lost.watch()
                 for event in workers:
                     self._progress(event)
                     self._track_step(event)
                     self._on_event(event)
                     finished = event if isinstance(event, Finished) else None
+                    if isinstance(event, Saved):
+                        self._take_returned_in(workers)
                     if isinstance(event, Step) and not has_spares:
                         trained_s = time.monotonic() - self._started_at
                         if trained_s > SPARES_AFTER_S:
@@ -172,9 +185,25 @@ class Supervisor:
                             )
                             has_spares = True
         finally:
+            self._lost.end_watch()
             self._workers = None
             self._failed_at = workers.failed_at
         return finished
+
+    def _take_returned_in(self, workers: Workers) -> None:
+        """After a save: end the workers for a plan with hosts that are back, where it pays."""
+        if self._returning is None and not self._asked:
+            self._returning = self._lost.plan_with_returned(self._pace, None)
+            if self._returning is not None:
+                workers.interrupt()
+
+    def _adopt_returning(self, planned: Planned) -> None:
+        """Follow a plan with hosts that are back. Raises Refusal (interrupted) where the user has
+        asked to stop meanwhile."""
+        self._returning = None
+        self._require_not_asked()
+        adopt_plan(self._run, planned, self._progress)
+        self._fault = None
 
     def _begin_epoch(self, lease: Lease) -> Epoch:
         """Begin an epoch, and claim it on the run's hosts."""
@@ -232,10 +261,14 @@ class Supervisor:
         fault = Seen(problem=problem, step=self._furthest, at=self._seen_at)
         began = self._first is not None or self._until_done
         fatal = self._faults.decide_restart(fault, trained=began)
+        self._returning = None
         halved = None
+        around = None
         if fatal is not None:
             halved = self._halve_once(fatal)
         if fatal is not None and halved is None:
+            around = self._lost.plan_around_device(fatal)
+        if fatal is not None and halved is None and around is None:
             raise Refusal.of(fatal)
         plan = self._run.load_plan()
         self._faults.mark_preempted(fault, plan, clusters.cluster_of_run(self._run))
@@ -244,9 +277,10 @@ class Supervisor:
         if halved is not None:
             message = f"{message}, with {describe_halving(plan, halved.plan)}"
         self._progress(Faulted(problem, at, self._step, message))
-        if halved is not None:
-            adopt_plan(self._run, halved, self._progress)
-        replanned = self._wait_for_hosts() or halved is not None
+        adopted = halved or around
+        if adopted is not None:
+            adopt_plan(self._run, adopted, self._progress)
+        replanned = self._lost.wait(self._pace) or adopted is not None
         self._fault = Fault(problem=problem, at=at, step=self._step, replanned=replanned)
 
     def _halve_once(self, fatal: Problem) -> Planned | None:
@@ -261,88 +295,13 @@ class Supervisor:
         self._halved = halved is not None
         return halved
 
-    def _wait_for_hosts(self) -> bool:
-        """Wait for hosts that are away, or continue without them: whether the plan is another one
-        then."""
-        began = time.monotonic()
-        gone = set[str]()
-        reduced = None
-        loss_s = 0.0
-        while now := self._find_absent_hosts():
-            if now != gone:
-                gone = now
-                reduced, loss_s = self._plan_without(gone)
-                hosts = ", ".join(sorted(gone))
-                limit = format_seconds(loss_s)
-                if reduced is None:
-                    note = f"waiting for {hosts}"
-                elif loss_s == 0:
-                    note = f"going on without {hosts}: that takes no longer"
-                else:
-                    note = f"waiting for {hosts} up to {limit}, which a plan without would lose"
-                self._progress(Waiting(note))
-            # A plan that loses nothing is followed at once.
-            is_due = reduced is not None and time.monotonic() - began >= loss_s
-            if reduced is not None and is_due and self._may_continue(gone):
-                adopt_plan(self._run, reduced, self._progress)
-                return True
-            self._sleep(HOST_POLL_S)
-        self._require_not_asked()
-        return False
-
-    def _find_absent_hosts(self) -> set[str]:
-        """Return the hosts of the plan that cannot be worked with now."""
-        self._run.require_there()
-        if ":" in load(self._run.record, RunRecord).launcher:
-            # Nodes of a Ray cluster that runs already may be entered by nobody: Ray reports which
-            # are there.
-            return set()
-        planned = {device.host for device in self._run.load_plan().devices}
-        whole = clusters.whole_cluster_of_run(self._run)
-        kept = {host.name for host in hosts_without(whole, self._without)}
-        leaving = planned & self._faults.leaving_hosts(time.monotonic())
-        leaving |= planned - kept
-        expected = planned - leaving
-        cluster = clusters.cluster_of_run(self._run)
-        hosts = [host for host in cluster.hosts if host.name in expected]
-        return leaving | find_absent_hosts(hosts, self._agents)
-
-    def _may_continue(self, gone: Collection[str]) -> bool:
-        """Return whether the run may continue without hosts: the others, with those that no plan
-        uses, must be more than half of them."""
-        claims = claims_of_run(self._run, self._agents, self._without)
-        if claims is None:
-            return True
-        present = set(claims.reach()) - set(gone)
-        return claims.has_majority(present)
-
-    def _plan_without(self, gone: Collection[str]) -> tuple[Planned | None, float]:
-        """Plan without these hosts, if that is allowed and fits; and the seconds that would be
-        lost by it."""
-        whole = clusters.whole_cluster_of_run(self._run)
-        kept = {host.name for host in hosts_without(whole, self._without)}
-        given_up = kept.isdisjoint(gone)
-        if self._on_fault == "wait" and not given_up:
-            return None, 0.0
-        try:
-            reduced = plan_without_hosts(self._run, gone)
-            before = load(self._run.estimate, Estimate)
-        except Refusal:
-            return None, 0.0
-        if given_up:
-            return reduced, 0.0
-        plan = self._run.load_plan()
-        reduced_step_s = reduced.estimate.step_s / reduced.estimate.token_efficiency
-        slowdown = reduced_step_s / (before.step_s / before.token_efficiency)
-        step_s = statistics.median(self._steps_s or [before.step_s])
-        rest_s = (plan.train.step_limit - self._step) * step_s
-        # Without the host the run resumes from the newest checkpoint here.
-        repeated_s = unmirrored_steps(self._run) * reduced_step_s
-        loss_s = rest_s * (slowdown - 1) + repeated_s
-        if plan.train.deadline_s is not None:
-            remaining_s = max(0.0, plan.train.deadline_s - self._used_s())
-            loss_s = min(loss_s, remaining_s * (1 - 1 / slowdown))
-        return reduced, max(0.0, loss_s)
+    @property
+    def _pace(self) -> Pace:
+        train = self._run.load_plan().train
+        budget_s = None
+        if train.deadline_s is not None:
+            budget_s = max(0.0, train.deadline_s - self._used_s())
+        return Pace(self._step, median_or_none(self._steps_s), budget_s)
 
     def _sleep(self, seconds: float) -> None:
         """Sleep, but raise Refusal (interrupted) when the user has asked to stop."""

@@ -179,14 +179,10 @@ class RunFolder:
     @property
     def files(self) -> tuple[Path, ...]:
         """Those of a run that lie in the folder itself; plan.json, which makes it a run, first."""
+        made = (self.plan, self.cluster, self.record, self.estimate, self.config, self.corpus)
         return (
-            self.plan,
-            self.cluster,
+            *made,
             self.whole_cluster,
-            self.record,
-            self.estimate,
-            self.config,
-            self.corpus,
             self.tokenizer,
             self.events,
             self.lock,

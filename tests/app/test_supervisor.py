@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from farspan.app.replanning import plan_without_hosts
+from farspan.app.replanning import plan_without
 from farspan.domain.epoch_fence import read_ledger
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.run_events import Finished, Recovered, Saved, Step, Warned, read_events
@@ -168,8 +168,8 @@ def test_stop_request_during_fault_recovery_interrupts_the_run(tmp_path):
 
 
 def test_without_any_host_there_is_no_plan(tmp_path):
-    with pytest.raises(Refusal, match="no host of the run is there"):
-        plan_without_hosts(made(tmp_path / "run", TWO), {"here"})
+    with pytest.raises(Refusal, match="no device of the run is there"):
+        plan_without(made(tmp_path / "run", TWO), {"here"})
 
 
 # -- steps that are not finite

@@ -16,6 +16,7 @@ from farspan import models
 from farspan.domain.cluster import Cluster, Device, Host, Link, Site
 from farspan.domain.cluster_json import save_cluster_json
 from farspan.domain.engine import load_engine
+from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.run_events import Finished
@@ -29,8 +30,11 @@ from tests.launch.test_launchers import TRAIN
 from tests.waiting import LIMIT_S, wait_for
 
 CPU = Device(kind="cpu-avx2", backend="cpu", memory=2**30)
-STEPS = 150
+STEPS = 60
 TWO = tiny.plan(replace(TRAIN, steps=STEPS, checkpoint_every_s=0.2), rows=(4, 4))
+#: Longer than any test waits, and steps that the machine with the copy makes.
+ENDLESS = replace(TWO.train, steps=100_000, validate_every=100_000)
+MORE = 20
 #: Trains a run folder as `farspan train --until-done` does; its last word is the refusal's code.
 TRAINING = """
 import sys
@@ -79,10 +83,14 @@ class Side:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Side:
+    return make_home(tmp_path, TWO)
+
+
+def make_home(tmp_path: Path, plan: Plan) -> Side:
     """A run of two workers on host a; host b is there for when it is gone."""
     side = Side(tmp_path / "home")
-    devices = tuple(replace(device, host="a", index=i) for i, device in enumerate(TWO.devices))
-    plan = replace(TWO, devices=devices)
+    devices = tuple(replace(device, host="a", index=i) for i, device in enumerate(plan.devices))
+    plan = replace(plan, devices=devices)
     made(side.run.path, plan)
     record = load(side.run.record, RunRecord)
     record = replace(record, id="f00d", home=describe_holder(side.run.path))
@@ -114,10 +122,16 @@ def updates(log: Path) -> list[str]:
     return log.read_text().split()
 
 
-def undisturbed(path: Path) -> dict[int, float]:
-    watched = Watched(made(path / "run", TWO))
-    assert isinstance(watched.train(), Finished)
-    return watched.losses
+def undisturbed(path: Path, last: int) -> dict[int, float]:
+    """The losses of a run that nothing disturbs, until a step."""
+
+    def stop(watched: Watched, step: int) -> None:
+        if step == last:
+            watched.supervisor.request_stop()
+
+    watched = Watched(made(path / "run", replace(TWO, train=ENDLESS)), stop)
+    watched.train()
+    return {step: loss for step, loss in watched.losses.items() if step <= last}
 
 
 def test_of_two_halves_of_a_cut_cluster_that_where_the_run_was_made_goes_on(
@@ -151,8 +165,9 @@ def test_half_that_is_asked_to_goes_on_without_the_other_site(home: Side, tmp_pa
 
 
 def test_machine_with_a_copy_goes_on_where_the_supervisor_was_killed(
-    home: Side, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    home = make_home(tmp_path, replace(TWO, train=ENDLESS))
     monkeypatch.setattr(host_claims, "LEASE_S", 3.0)
     supervisor = train_elsewhere(home, tmp_path / "killed.log")
     try:
@@ -162,11 +177,17 @@ def test_machine_with_a_copy_goes_on_where_the_supervisor_was_killed(
         supervisor.wait()
     other = copied(home, tmp_path / "other")
     other.run.epochs.unlink()
-    watched = Watched(other.run, until_done=True)
+    resumed_at = other.run.newest_checkpoint()
+
+    def stop(watched: Watched, step: int) -> None:
+        if step == resumed_at + MORE:
+            watched.supervisor.request_stop()
+
+    watched = Watched(other.run, stop, until_done=True)
     ending = watched.train()
-    assert isinstance(ending, Finished) and ending.step == STEPS, ending
-    expected = undisturbed(tmp_path / "undisturbed")
-    assert watched.losses == {step: expected[step] for step in watched.losses}
-    assert len(watched.losses) < STEPS
+    assert isinstance(ending, Finished) and ending.step >= resumed_at + MORE, ending
+    expected = undisturbed(tmp_path / "undisturbed", resumed_at + MORE)
+    for step in range(resumed_at + 1, resumed_at + MORE + 1):
+        assert watched.losses[step] == expected[step]
     problem = Watched(home.run, until_done=True).train()
     assert isinstance(problem, Problem) and problem.code == "superseded", problem
