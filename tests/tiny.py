@@ -14,7 +14,7 @@ from farspan.domain.corpus import CorpusManifest, Split
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import GradSync, Inputs, Mesh, Plan, PlannedDevice, Replica, Stage
 from farspan.domain.run import RunFolder, RunRecord
-from farspan.domain.struct_files import save
+from farspan.domain.struct_files import content_hash, save
 from farspan.domain.train import TrainSpec
 from farspan.launch.launchers import launch_workers
 from farspan.launch.workers import Workers
@@ -136,7 +136,12 @@ def run_folder(path: Path, plan: Plan) -> RunFolder:
     run = RunFolder(path)
     save(plan, run.plan)
     save(
-        RunRecord(corpus=str(folder), command=("farspan", "train"), created="2026-01-01"),
+        RunRecord(
+            corpus=str(folder),
+            command=("farspan", "train"),
+            created="2026-01-01",
+            id=content_hash(str(path)),
+        ),
         run.record,
     )
     run.corpus.write_bytes((folder / "corpus.json").read_bytes())

@@ -28,6 +28,7 @@ from farspan.app.take_claims import (
 from farspan.app.updates import Ended, Faulted, Note, Progress, Training
 from farspan.domain.config import RunConfig
 from farspan.domain.epoch_fence import Epoch, Fault
+from farspan.domain.preemption_problem import preemption_problem
 from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.run_events import Event, Finished, Saved, Started, Step
@@ -124,6 +125,9 @@ class Supervisor:
                     if self._returning is not None:
                         # Workers have saved and ended for a plan with hosts that are back.
                         self._adopt_returning(self._returning)
+                        continue
+                    if self._until_done and _is_interrupted(finished) and not self._asked:
+                        self._recover_from_fault(self._preemption_of_all())
                         continue
                     if finished is not None and finished.reason in COMPLETE:
                         self._renewal.last_state = "finished"
@@ -262,6 +266,9 @@ class Supervisor:
         began = self._first is not None or self._until_done
         fatal = self._faults.decide_restart(fault, trained=began)
         self._returning = None
+        if problem.code == "host-unreachable":
+            # A host may be entered no more, and still answer an agent that has been there before.
+            self._agents.close()
         halved = None
         around = None
         if fatal is not None:
@@ -282,6 +289,18 @@ class Supervisor:
             adopt_plan(self._run, adopted, self._progress)
         replanned = self._lost.wait(self._pace) or adopted is not None
         self._fault = Fault(problem=problem, at=at, step=self._step, replanned=replanned)
+
+    def _preemption_of_all(self) -> Problem:
+        """Return the problem of workers that all got a signal, which nobody asked for here: that of
+        hosts which are taken away."""
+        devices = self._run.load_plan().devices
+        fact = f"each got a signal from outside the run; step {self._step} is saved"
+        return preemption_problem(
+            {rank: device.host for rank, device in enumerate(devices)},
+            where=self._run.path,
+            fact=fact,
+            remedy=command("resume", self._run.path),
+        )
 
     def _halve_once(self, fatal: Problem) -> Planned | None:
         """Return the plan with half the microbatch, the first time that memory lacks in this job;
@@ -357,3 +376,7 @@ class Supervisor:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _is_interrupted(finished: Finished | None) -> bool:
+    return finished is not None and finished.reason == "interrupted"

@@ -217,6 +217,8 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     python: str = "python3"
     #: Where the host keeps its runs and corpora; None shares this machine's folders.
     folder: str | None = None
+    #: A shell command there that succeeds once the host is about to be taken away.
+    notice: str | None = None
     #: Whether its interpreter has Triton, PyTorch's compiler for GPUs; unset where nobody looked.
     triton: bool | msgspec.UnsetType = msgspec.UNSET
 

@@ -188,6 +188,7 @@ class HostEntry(
     enter: tuple[str, ...] | None = None
     python: str = "python3"
     folder: str | None = None
+    notice: str | None = None
     #: Whether that interpreter has Triton, PyTorch's compiler for GPUs.
     triton: bool | msgspec.UnsetType = msgspec.UNSET
 

@@ -11,6 +11,10 @@ from typing import Any
 from farspan.domain.plan_words import join_words
 from farspan.domain.problems import Problem
 
+#: The variable of a worker's environment that holds a shell command: it succeeds once the worker's
+#: host is about to be taken away.
+NOTICE_VARIABLE = "FARSPAN_NOTICE"
+
 
 def preemption_problem(
     hosts: Mapping[int, str], *, where: object, fact: str, remedy: str, **more: Any

@@ -20,10 +20,9 @@ from typing import Any, Literal
 import msgspec
 
 from farspan.domain.cluster import Host
-from farspan.domain.clusterfile import REMOTE_FOLDER
 from farspan.domain.escapes import shell_line
 from farspan.domain.problems import Problem, Refusal, command
-from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.run import RunFolder, RunRecord, cache_folder
 from farspan.domain.struct_files import load
 from farspan.launch.agent_pool import AgentPool
 from farspan.launch.hosts import Agent
@@ -54,8 +53,10 @@ class ClaimAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def claim_path(host: Host, identity: str) -> str:
-    """Return where a host keeps the claim of a run."""
-    return str(Path(host.folder or REMOTE_FOLDER) / "claims" / f"{identity}.json")
+    """Return where a host keeps the claim of a run: beside its runs, or in the cache here where it
+    shares this machine's folders."""
+    folder = cache_folder().absolute() if host.folder is None else Path(host.folder)
+    return str(folder / "claims" / f"{identity}.json")
 
 
 def describe_holder(path: Path) -> str:

@@ -129,6 +129,8 @@ def _list_commands(run: RunFolder) -> list[str]:
         commands.append(shell_line("sh", "-c", record.asked.notify))
     for host in hosts:
         python = [host_python(host)]
+        if host.notice is not None:
+            commands.append(f"on {host.name}: {host.notice}")
         for device in (None, *range(len(host.devices))):
             words = host_command(host, python, device=device)
             if words != python or host.enter != ():

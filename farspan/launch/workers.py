@@ -21,6 +21,7 @@ from farspan.domain.clusterfile import REMOTE_FOLDER
 from farspan.domain.epoch_fence import CLAIM_VARIABLE, EPOCH_VARIABLE, Epoch
 from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan, PlannedDevice
+from farspan.domain.preemption_problem import NOTICE_VARIABLE
 from farspan.domain.problems import Refusal
 from farspan.domain.run import HOME_VARIABLE, RunFolder, RunRecord
 from farspan.domain.run_events import (
@@ -205,12 +206,15 @@ class Workers(ABC):
         return {HOME_VARIABLE: home, EPOCH_VARIABLE: epoch.decode()}
 
     def environment_on(self, host: Host) -> dict[str, str]:
-        """Return the variables of a host's workers: those of all, and where the host keeps its
-        claim of the run, if it does."""
+        """Return the variables of a host's workers: those of all, where the host keeps its claim of
+        the run, and the command that has notice of its end, if it does."""
+        variables = self.environment
         record = load(self.run.record, RunRecord)
-        if not needs_claims(self.cluster.machines, record.launcher):
-            return self.environment
-        return {**self.environment, CLAIM_VARIABLE: claim_path(host, record.identity)}
+        if needs_claims(self.cluster.machines, record.launcher):
+            variables[CLAIM_VARIABLE] = claim_path(host, record.identity)
+        if host.notice is not None:
+            variables[NOTICE_VARIABLE] = host.notice
+        return variables
 
     @property
     def agents(self) -> AgentPool:

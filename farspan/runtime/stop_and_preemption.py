@@ -15,6 +15,9 @@ from farspan.domain.standard_input import LED, holds_more
 
 #: Signals by which a machine, an agent or a person ends a process.
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+#: The signal of a worker to itself where its cloud has given notice: it is a preemption also where
+#: all workers get it.
+NOTICE_SIGNAL = signal.SIGUSR1
 
 
 class Launcher:
@@ -46,7 +49,7 @@ class StopRequests:
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
         self._signals = list[int]()
-        for number in SIGNALS:
+        for number in (*SIGNALS, NOTICE_SIGNAL):
             signal.signal(number, lambda received, _: self._signals.append(received))
 
     def asked(self) -> bool:
@@ -58,3 +61,7 @@ class StopRequests:
     def preempted(self) -> bool:
         """Return whether this worker is to go, and the run is not."""
         return bool(self._signals) and not self._launcher.requests_stop()
+
+    def noticed(self) -> bool:
+        """Return whether this worker's cloud has given notice of its host's end."""
+        return NOTICE_SIGNAL in self._signals

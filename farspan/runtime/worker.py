@@ -34,7 +34,7 @@ from farspan.domain.cost import Estimate
 from farspan.domain.epoch_fence import Epoch
 from farspan.domain.memory_kills import own_cgroup
 from farspan.domain.plan import Plan, find_flaw
-from farspan.domain.preemption_problem import preemption_problem
+from farspan.domain.preemption_problem import NOTICE_VARIABLE, preemption_problem
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.run_events import (
@@ -70,6 +70,7 @@ from farspan.runtime.model.decoder import Decoder, initial_parameters
 from farspan.runtime.model.generate import generate
 from farspan.runtime.model.kernel_selection import select_kernels
 from farspan.runtime.parallel.executor import Executor
+from farspan.runtime.preemption_notice import watch_notice
 from farspan.runtime.stop_and_preemption import Launcher, StopRequests
 from farspan.runtime.training.events import EventLog
 from farspan.runtime.training.sample_order import PackedWindows, ReshuffledWindows
@@ -272,6 +273,7 @@ def start_trainer(
     requests = StopRequests(launcher)
     worker.stop = requests.asked
     worker.preempted = requests.preempted
+    worker.noticed = requests.noticed
     worker.epoch = epoch
     trainer = Trainer(worker, began=began)
     trainer.restore()
@@ -512,6 +514,7 @@ def main() -> int:
         epoch = Epoch(number=epochs.readable_ledger(run.epochs).epoch)
     leave_group(run, rank)
     epochs.hold_claim()
+    watch_notice(os.environ.get(NOTICE_VARIABLE))
     try:
         notices = connect_workers(rank, world, run_secret(world))
         if notices is not None:

@@ -67,6 +67,10 @@ class FarHost:
         """Nothing on the host can be started any more."""
         (self.folder / "gone").touch()
 
+    def find(self) -> None:
+        """It can be entered again."""
+        (self.folder / "gone").unlink()
+
     def block(self) -> None:
         (self.folder / "blocked").touch()
 

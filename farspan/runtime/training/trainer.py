@@ -234,14 +234,16 @@ class Trainer:
 
     def _stop_reason(self) -> str:
         """Agree on why all stop, once the state is saved. A signal that comes to all workers is a
-        stop, whoever sent it; it does not come to all at once."""
+        stop, whoever sent it, but for a cloud's notice; it does not come to all at once."""
         group = self.worker.group
         ranks = tuple[int, ...]()
         for _ in range(round(SPREAD_S / LOOK_S)):
             asked = group.all_gather(float(self.worker.stop()))
             signalled = group.all_gather(float(self.worker.preempted()))
+            noticed = group.all_gather(float(self.worker.noticed()))
             ranks = tuple(rank for rank, signal in enumerate(signalled) if signal)
-            if any(asked) or len(ranks) in (0, group.world):
+            is_stop = len(ranks) == group.world and not any(noticed)
+            if any(asked) or not ranks or is_stop:
                 return "interrupted"
             time.sleep(LOOK_S)
         self.preempted = ranks
