@@ -156,6 +156,7 @@ LINKLESS = {
     "retrieval/sentence_transformers.py": "into a folder that is new or empty",
     "retrieval/stores/faiss.py": "into a new folder",
     "retrieval/vector_file.py": "files that the user names",
+    "launch/setup_agent.py": "into a folder that it has made for this user alone",
     "runtime/device.py": "a control group",
     "runtime/model/huggingface.py": "into a folder that is new or empty",
 }

@@ -8,21 +8,22 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.cluster_json import load_cluster_json
 from farspan.domain.config import ParallelConfig, RunConfig
 from farspan.domain.plan import PlannedDevice
-from farspan.domain.problems import Refusal
+from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder
 from farspan.domain.struct_files import load_yaml
 from farspan.launch.clusters import THIS_MACHINE
 
 
-def find_cluster(name: str) -> Cluster:
-    """Return the cluster that `--cluster` means."""
+def find_cluster(name: str, *, as_written: bool = False) -> Cluster:
+    """Return the cluster that `--cluster` means; `as_written` without the interpreters that
+    `farspan cluster up` has made."""
     from farspan.launch import clusters
 
     prefix, _, rest = name.partition(":")
     if is_external(name):
         cluster: Cluster = find_extensions("clusters")[prefix].load()(rest)
         return cluster
-    return clusters.find_cluster(name)
+    return clusters.find_cluster(name, as_written=as_written)
 
 
 def cluster_of_run(run: RunFolder) -> Cluster:
@@ -66,7 +67,6 @@ def find_launcher(parallel: ParallelConfig) -> str:
 def given_cluster(config: RunConfig, *, reach: bool) -> Cluster | None:
     """Return the cluster that the run asks for, with its first `workers` devices; None is this
     machine. With `reach`, refuses one whose first host cannot be reached."""
-    from farspan.launch.hosts import Agent
     from farspan.launch.launchers import split_launcher
 
     split_launcher(config.parallel.launcher)
@@ -75,8 +75,7 @@ def given_cluster(config: RunConfig, *, reach: bool) -> Cluster | None:
         return None
     cluster = find_cluster(name)
     if reach:
-        with Agent(cluster.machines[0]):  # Or a refusal that says why it cannot be reached.
-            pass
+        require_installed(cluster, name)
     workers = config.parallel.workers
     if workers == "auto":
         return cluster
@@ -91,6 +90,32 @@ def given_cluster(config: RunConfig, *, reach: bool) -> Cluster | None:
             key="parallel.workers",
         )
     return cluster.first(workers)
+
+
+def require_installed(cluster: Cluster, name: str) -> None:
+    """Refuse a cluster whose first host cannot be reached, or that has a host without farspan.
+
+    Other hosts that cannot be reached are the launcher's to wait for.
+    """
+    from farspan.launch.network_examination import start_agents
+
+    first = cluster.machines[0].name
+    # A Ray cluster has the same farspan everywhere: one host speaks for it.
+    hosts = cluster.machines[:1] if exclusive_launcher(name) else cluster.machines
+    with start_agents(hosts) as (reached, unreachable):
+        if first in unreachable:
+            raise Refusal.of(unreachable[first])
+        versions = {host: agent.ask("versions") for host, agent in reached.items()}
+    for host, answer in versions.items():
+        missing = [package for package in ("farspan", "torch") if not answer["packages"][package]]
+        if missing:
+            raise Refusal(
+                "extra-missing",
+                what=f"{host} lacks {' and '.join(missing)}",
+                where=f"host {host}",
+                fact=f"Python {answer['python']} there has none",
+                remedy=command("cluster", "up", name),
+            )
 
 
 def first_device(cluster: Cluster) -> PlannedDevice:

@@ -94,8 +94,12 @@ class Build(NamedTuple):
     def driver(self) -> str:
         return OLDEST_DRIVER[_parse_version(self.cuda)[0]]
 
+    @property
+    def tag(self) -> str:
+        return f"cu{self.cuda.replace('.', '')}"
+
     def install(self, torch: str) -> str:
-        tag = f"cu{self.cuda.replace('.', '')}"
+        tag = self.tag
         plain = torch.split("+")[0]
         return f"pip install torch=={shell_word(plain)}+{tag} --index-url https://download.pytorch.org/whl/{tag}"
 
@@ -233,7 +237,7 @@ def _choose_fix(capability: Capability | None, driver: str, wheel: Wheel) -> str
         return "no wheel of this PyTorch has code for such a card: use another GPU"
     newer = f"update the NVIDIA driver to {able[0].driver} or newer"
     for build in able:
-        if driver and _parse_version(driver) < _parse_version(build.driver):
+        if not is_driver_new_enough(driver, build):
             continue
         fix = build.install(wheel.torch)
         # The installed wheel would do, had it its driver.
@@ -241,6 +245,11 @@ def _choose_fix(capability: Capability | None, driver: str, wheel: Wheel) -> str
     if wheel.cuda is not None and _parse_version(wheel.cuda)[0] == _parse_version(able[-1].cuda)[0]:
         return newer
     return f"{newer}, then: {able[0].install(wheel.torch)}"
+
+
+def is_driver_new_enough(driver: str, build: Build) -> bool:
+    """Return whether a driver runs programs of a build's CUDA; True where the driver is unknown."""
+    return not driver or _parse_version(driver) >= _parse_version(build.driver)
 
 
 def _format_arch(capability: Capability) -> str:

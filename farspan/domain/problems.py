@@ -61,6 +61,7 @@ EXIT_CODES = {
     "encoder-missing": 53,
     "no-model": 57,
     "llm-unusable": 58,
+    "install-failed": 62,
     "interrupted": 130,
 }
 

@@ -47,6 +47,12 @@ def _own_cache() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "farspan"
 
 
+def state_folder() -> Path:
+    """Return where this user's own key lies, and the list of what `farspan cluster up` has made."""
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "farspan"
+
+
 def make_cache_folder(name: str) -> Path:
     """Make a folder of the cache if need be: it holds text.
 

@@ -238,6 +238,12 @@ def facts() -> dict[str, Any]:
     }
 
 
+def versions() -> dict[str, Any]:
+    """Return the versions of Python, farspan and PyTorch here."""
+    packages = {name: package_version(name) for name in ("farspan", "torch")}
+    return {"python": platform.python_version(), "packages": packages}
+
+
 def package_version(name: str) -> str | None:
     try:
         from importlib import metadata
@@ -361,7 +367,7 @@ def reach(address: str, port: int, secret: str, deadline: float, pings: int) -> 
     try:
         connection = socket.create_connection((ip, port), timeout=deadline)
     except OSError as error:
-        return connection_failure(error, f"no answer within {deadline:g} s")
+        return {**connection_failure(error, f"no answer within {deadline:g} s"), "ip": ip}
     rtts = []
     offsets = []
     failed = {"failed": "timeout", "fact": "connected, then no answer"}
@@ -468,6 +474,7 @@ DO = (
     signal_workers,
     datagrams,
     facts,
+    versions,
     wheel,
     route,
     reach,

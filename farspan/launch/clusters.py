@@ -14,6 +14,7 @@ from farspan.domain.problems import Refusal
 from farspan.domain.struct_files import missing_path
 from farspan.domain.suggest import MAX_CANDIDATES, advise, any_of
 from farspan.domain.units import counted
+from farspan.launch.host_pythons import with_own_python
 
 #: What `--cluster` calls this machine as it is.
 THIS_MACHINE = "here"
@@ -26,9 +27,13 @@ def shipped_clusters() -> dict[str, Path]:
     return {str(path.relative_to(root).with_suffix("")): path for path in files}
 
 
-def find_cluster(name: str) -> Cluster:
+def find_cluster(name: str, *, as_written: bool = False) -> Cluster:
     """Load the cluster of a file or a name, with `:N` its first N devices, this machine (`here`),
-    or the one that Ray runs at `ray:ADDRESS`."""
+    or the one that Ray runs at `ray:ADDRESS`.
+
+    Hosts have the interpreters that `farspan cluster up` has made, or those of the file
+    (`as_written`).
+    """
     if name.startswith("ray:"):
         from farspan.launch.launchers.ray import read_cluster
 
@@ -36,6 +41,8 @@ def find_cluster(name: str) -> Cluster:
     count = re.search(r":(\d+)$", name)
     whole = name[: count.start()] if count else name
     cluster = this_machine() if whole == THIS_MACHINE else load_cluster(_cluster_path(whole))
+    if not as_written:
+        cluster = cluster.with_hosts(with_own_python)
     if not count:
         return cluster
     wanted = int(count[1])

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from farspan.domain.cluster import Cluster, Host
 from farspan.domain.escapes import shell_word
 from farspan.domain.gpus import judge_gpus
-from farspan.domain.install import install_command_there
 from farspan.domain.problems import Finding
 from farspan.domain.units import format_bytes, format_seconds
 from farspan.launch.link_measurement import HostPath
@@ -41,12 +40,15 @@ def _path_findings(path: HostPath, cluster: Cluster, examined: Examination) -> I
     link = f"link {path.a} -> {path.b}"
     if path.failed:
         what, remedy = _diagnose_failed_path(path, cluster, examined)
+        fact = f"{path.failed}: {path.fact}"
+        if _is_translated(path, examined):
+            fact = f"{fact}; {path.ip} is no address of {path.b}'s own"
         yield Finding(
             severity="refused",
             code="host-unreachable",
             what=what,
             where=link,
-            fact=f"{path.failed}: {path.fact}",
+            fact=fact,
             remedy=remedy,
         )
     if path.interface is not None and PRIVATE_INTERFACE.match(path.interface):
@@ -91,6 +93,14 @@ def _diagnose_failed_path(
     if path.failed == "name":
         what = f"{a} does not know the name {target}"
         remedy = f"set address: of {host_word} in the cluster file"
+    elif _is_translated(path, examined):
+        both = f"both {a} and {b} are" if _is_translated(back, examined) else f"{b} is"
+        what = f"{both} behind address translation (NAT), and {a} does not get in to {b}"
+        remedy = (
+            f"let TCP from {shell_word(a)} in to {host_word} at its router or cloud firewall, or "
+            "join both by a VPN such as WireGuard and set address: of both in the cluster file to "
+            "their addresses in it"
+        )
     elif back.failed is None:
         what = f"{b} refuses connections from {a}; the other direction works"
     elif path.one_way and back.one_way:
@@ -102,6 +112,13 @@ def _diagnose_failed_path(
         what = f"the link {a} -> {b} is cut: nothing of {a} arrives at {b}"
         remedy = f"on {shell_word(a)}: traceroute {shell_word(target)}"
     return what, remedy
+
+
+def _is_translated(path: HostPath, examined: Examination) -> bool:
+    """Return whether the address that did not answer is a router's, or a cloud's, before the
+    host."""
+    own = examined.hosts[path.b].interfaces.values()
+    return bool(path.failed and path.ip and own) and path.ip not in own
 
 
 def _host_findings(host: Host, examined: Examination) -> Iterator[Finding]:
@@ -165,7 +182,7 @@ def _host_findings(host: Host, examined: Examination) -> Iterator[Finding]:
             what=f"{host.name} lacks {' and '.join(missing)}",
             where=where,
             fact=f"not installed for {host.python} there",
-            remedy=f"on {host_word}: {install_command_there('train', host.python)}",
+            remedy="farspan cluster up, with the same cluster",
         )
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
@@ -24,6 +24,7 @@ import msgspec
 from farspan.domain.cluster import Host
 from farspan.domain.escapes import shell_line, shell_word
 from farspan.domain.problems import Refusal
+from farspan.launch.reach_faults import EntryFault, explain_fault
 
 #: Commands that stay, as clients of a process elsewhere. They pass its standard input on, and no
 #: signals: only the client gets those.
@@ -175,11 +176,12 @@ def host_python(host: Host) -> str:
 
 
 class Agent:
-    """Runs the agent on one host, for the time of a `with`. Raises Refusal (host-unreachable) with
-    what failed and why."""
+    """Runs an agent, a file of this folder, on one host for the time of a `with`. Raises Refusal
+    (host-unreachable) with what failed and why."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, program: str = "agent.py") -> None:
         self.host = host
+        self._program = program
         #: What other hosts connect to.
         self.address = host.address or host.name
         self._asking = threading.Lock()
@@ -195,11 +197,12 @@ class Agent:
                 start_new_session=True,
             )
         except OSError as error:
-            raise self._unreachable("command", f"{words[0]}: {error.strerror}") from None
+            fact = f"{words[0]}: {error.strerror}"
+            raise self._unreachable(self._unknown_fault("command", fact)) from None
         self._errors: list[bytes] = []
         self._reader = threading.Thread(target=self._read_errors, daemon=True)
         self._reader.start()
-        program = (resources.files("farspan.launch") / "agent.py").read_bytes()
+        program = (resources.files("farspan.launch") / self._program).read_bytes()
         try:
             self._send(b"%d\n%b" % (len(program), program))
             self.ask("hello", deadline_s=HOST_START_S)
@@ -215,17 +218,29 @@ class Agent:
         place: dict[str, Any] = {"address": self.address, "secret": secrets.token_hex(16)}
         return place | self.ask("serve", **place)
 
-    def ask(self, do: str, *, deadline_s: float = 30.0, **values: Any) -> dict[str, Any]:
-        """Send one question; return what the agent answers within the deadline."""
+    def ask(
+        self,
+        do: str,
+        *,
+        deadline_s: float = 30.0,
+        content: Iterable[bytes] = (),
+        **values: Any,
+    ) -> dict[str, Any]:
+        """Send one question, and `content` after it; return what the agent answers within the
+        deadline, which begins then."""
         question = msgspec.json.encode({"do": do, **values})
         with self._asking:
             self._send(question + b"\n")
+            for piece in content:
+                self._send(piece)
             line = self._read_line(time.monotonic() + deadline_s)
         if line is None:
-            raise self._unreachable("timeout", f"no answer to {do!r} within {deadline_s:g} s")
+            raise self._unreachable(
+                self._unknown_fault("timeout", f"no answer to {do!r} within {deadline_s:g} s")
+            )
         answer = answer_of(line, self.host)
         if error := answer.get("error"):
-            raise self._unreachable("agent", str(error))
+            raise self._unreachable(self._unknown_fault("agent", str(error)))
         return answer
 
     def _send(self, content: bytes) -> None:
@@ -254,32 +269,25 @@ class Agent:
         the shell there."""
         code = self._process.wait(timeout=HOST_ANSWER_S)
         self._reader.join(timeout=2)
-        printed = b" ".join(self._errors).decode(errors="replace")
-        words = " ".join(printed.split())
-        return self._unreachable(_cause_of(words), words[-300:] or f"exit code {code}")
+        printed = b"".join(self._errors).decode(errors="replace")
+        enter = _enter_command(self.host, None)
+        ssh = enter if enter[:1] == ("ssh",) else ()
+        fault = explain_fault(self.host.name, ssh, printed, self._entering_command())
+        return self._unreachable(fault._replace(fact=fault.fact or f"exit code {code}"))
 
-    def _unreachable(self, cause: str, fact: str) -> Refusal:
-        name = self.host.name
-        host_word = shell_word(name)
-        remedy = shell_line(*host_command(self.host, ["true"]))
-        remedy = {
-            "name": f"add {host_word} to ~/.ssh/config with its HostName",
-            "route": f"ping {host_word}",
-            "port": (
-                f"start its ssh server there: sudo systemctl start ssh   (port 22 of {host_word})"
-            ),
-            "authentication": f"ssh-copy-id {host_word}",
-            "host key": f"ssh {host_word}   (once, to see and accept its key)",
-            "python": (
-                f"set python: of {host_word} in the cluster file to an interpreter that is there"
-            ),
-        }.get(cause, remedy)
+    def _unknown_fault(self, cause: str, fact: str) -> EntryFault:
+        return EntryFault(cause, fact, self._entering_command())
+
+    def _entering_command(self) -> str:
+        return shell_line(*host_command(self.host, ["true"]))
+
+    def _unreachable(self, fault: EntryFault) -> Refusal:
         return Refusal(
             "host-unreachable",
-            what=f"{name} cannot be reached: {cause}",
-            where=f"host {name}",
-            fact=fact,
-            remedy=remedy,
+            what=f"{self.host.name} cannot be reached: {fault.cause}",
+            where=f"host {self.host.name}",
+            fact=fault.fact,
+            remedy=fault.remedy,
         )
 
     def is_alive(self, deadline_s: float) -> bool:
@@ -309,23 +317,3 @@ class Agent:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(timeout=KILL_S)
-
-
-def _cause_of(words: str) -> str:
-    """Find what failed in the message of OpenSSH (its strings are stable) or of a shell."""
-    causes = {
-        "Permission denied": "authentication",
-        "Too many authentication": "authentication",
-        "Host key verification failed": "host key",
-        "Could not resolve hostname": "name",
-        "Connection refused": "port",
-        "No route to host": "route",
-        "Network is unreachable": "route",
-        "timed out": "route",
-        "not found": "python",
-        "No such file": "python",
-    }
-    for sign, cause in causes.items():
-        if sign in words:
-            return cause
-    return "command"

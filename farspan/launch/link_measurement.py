@@ -43,6 +43,8 @@ class HostPath(msgspec.Struct, frozen=True, kw_only=True):
     b: str
     failed: str | None = None
     fact: str = ""
+    #: The address of `b` that no connection came about to; empty where one did.
+    ip: str = ""
     #: Whether datagrams arrived, which need no return path; asked only where `failed`.
     one_way: bool | None = None
     rtt_s: float | None = None
@@ -81,6 +83,7 @@ def measure_round_trip(a: Agent, b: Agent, pings: int = QUICK_PINGS) -> HostPath
         b=b.host.name,
         failed=answer["failed"],
         fact=answer.get("fact", ""),
+        ip=answer.get("ip", ""),
         interface=interface,
     )
     if path.failed:

@@ -22,7 +22,7 @@ from farspan.domain.cluster_json import load_cluster_json
 from farspan.domain.escapes import shell_line
 from farspan.domain.problems import Refusal
 from farspan.domain.problems import command as farspan
-from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.run import RunFolder, RunRecord, state_folder
 from farspan.domain.struct_files import load, read_bytes, save, write_atomically
 from farspan.launch.hosts import host_command, host_python
 
@@ -179,9 +179,7 @@ def _sign_contents(*contents: bytes) -> bytes:
 
 def _load_key() -> bytes:
     """Return this user's own key, made when it is first needed."""
-    base = os.environ.get("XDG_STATE_HOME")
-    state = Path(base) if base else Path.home() / ".local" / "state"
-    path = state / "farspan" / "key"
+    path = state_folder() / "key"
     if not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         mine = path.with_name(f"key.{secrets.token_hex(8)}")

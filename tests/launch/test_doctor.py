@@ -84,6 +84,25 @@ def test_a_link_that_is_cut_one_way_is_named_with_its_direction(lab, cluster, di
     assert [finding.where for finding in cut] == [f"link {direction[0]} -> {direction[1]}"]
 
 
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("behind", [("utah", "star"), ("star",)])
+def test_hosts_behind_address_translation_are_named_with_what_joins_them(cluster, behind):
+    """Their addresses are those of routers, which let nothing in."""
+
+    def move(host):
+        address = f"10.99.{len(host.name)}.1" if host.name in behind else host.address
+        return msgspec.structs.replace(host, address=address)
+
+    found = refused(cluster, examine_cluster(cluster.with_hosts(move), streams=()))
+    translated = [finding for finding in found if "address translation" in finding.what]
+    assert {finding.where for finding in translated} == {
+        f"link {'star' if name == 'utah' else 'utah'} -> {name}" for name in behind
+    }
+    for finding in translated:
+        assert ("both" in finding.what) == (len(behind) == 2)
+        assert "WireGuard" in finding.remedy
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_a_link_that_is_cut_both_ways_is_named_twice(lab, cluster):

@@ -1,4 +1,5 @@
-"""Clusters: the ones that ship with farspan, and what a cluster file holds."""
+"""Clusters: what a cluster file holds, and its hosts made ready for farspan (up), examined (status)
+and cleared of it (down)."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import argparse
 from itertools import combinations
 
 from farspan.app.clusters import find_cluster
+from farspan.cli.cluster_hosts_text import configure_hosts, run_down, run_status, run_up
 from farspan.cli.cluster_text import print_cluster
 from farspan.cli.console import Console
 from farspan.domain.cluster import Cluster
@@ -13,7 +15,7 @@ from farspan.domain.cluster_json import as_json
 from farspan.domain.problems import command
 from farspan.domain.units import format_flops, format_rate
 
-HELP = "show, list or check clusters"
+HELP = "show, list or check clusters; set up their hosts"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -27,11 +29,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
             "cluster", metavar="CLUSTER", help="a cluster file, or a name of `farspan cluster list`"
         )
     actions.add_parser("list", help="the clusters and device kinds that ship with farspan")
+    configure_hosts(actions)
 
 
-def run(given: argparse.Namespace, console: Console) -> None:
+def run(given: argparse.Namespace, console: Console) -> int | None:
+    on_hosts = {"up": run_up, "status": run_status, "down": run_down}
+    if given.action in on_hosts:
+        return on_hosts[given.action](given, console)
     if given.action == "list":
-        return _list_known(console)
+        _list_known(console)
+    else:
+        _show_cluster(given, console)
+    return None
+
+
+def _show_cluster(given: argparse.Namespace, console: Console) -> None:
     cluster = find_cluster(given.cluster)
     if given.action == "show":
         print_cluster(cluster, console)

@@ -36,6 +36,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=("systemd", "cron"),
         help="print what starts this command again after a crash or a reboot, and start nothing",
     )
+    parser.add_argument(
+        "--up", action="store_true", help="first install this farspan on the cluster's hosts"
+    )
     takes_detach(parser)
 
 
@@ -46,12 +49,16 @@ def run(given: argparse.Namespace, console: Console) -> None:
         words = ["train", *words_again(given, absolute=True), "--run", path.absolute()]
         print_unit(given.print_unit, path.name, [*words, "--until-done"], console)
         return
+    if not given.until_done:
+        refuse_without(given)
+        remedy = command("train", given.config, "--run", f"{path}-2")
+        refuse_existing(path, f"{remedy}, or to go on: {command('resume', path)}")
+    # Hosts of a run that goes on may be away.
+    if given.up and not (given.until_done and path.exists()):
+        _set_up(config, console)
     if given.until_done:
         train_until_done(given, config, path, console)
         return
-    refuse_without(given)
-    remedy = command("train", given.config, "--run", f"{path}-2")
-    refuse_existing(path, f"{remedy}, or to go on: {command('resume', path)}")
     if given.detach:
         words = ["train", *words_again(given), "--run", path]
         if given.plan is not None:
@@ -123,3 +130,21 @@ def print_unit(kind: str, name: str, words: list[object], console: Console) -> N
     text = systemd_unit(name, words) if kind == "systemd" else cron_lines(name, words)
     console.write_line(text.rstrip("\n"))
     console.answer({"unit": text})
+
+
+def _set_up(config: RunConfig, console: Console) -> None:
+    """Set up the cluster that the run asks for. Raises Refusal (usage) where it asks for none."""
+    from farspan.app.cluster_hosts import require_set_up
+    from farspan.cli.show_updates import Show
+
+    name = config.parallel.cluster
+    if name is None:
+        raise Refusal(
+            "usage",
+            what="--up sets up the hosts of a cluster, and none is named",
+            where="--up",
+            fact="parallel.cluster is not set",
+            remedy="--cluster CLUSTER.yaml",
+        )
+    with Show(console) as show:
+        require_set_up(name, show)
