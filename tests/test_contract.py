@@ -148,6 +148,7 @@ LINKLESS = {
     "corpus/archives.py": "into a temporary folder",
     "corpus/documents.py": "into a file that `open_own` has opened",
     "corpus/processes.py": "the null device",
+    "launch/agent.py": "claims, in a folder that it has made for this user alone",
     "launch/trial.py": "into a temporary folder",
     "retrieval/build.py": "copies a store into the folder of a new index",
     "retrieval/embed.py": "into the folder of a new index",
