@@ -6,8 +6,8 @@ A checkpoint is a folder `step-00000120` with a file of slices for each worker t
 there. While it is made each worker writes next to its file the entries of the manifest for it,
 `part-00000.json`; rank 0 merges these.
 
-`python -m farspan.runtime.checkpoint.checkpoint_folder FOLDER` verifies one, for processes that
-load no PyTorch: it prints why it is not whole, and exits with the code of a corrupt one.
+`python -m farspan.runtime.checkpoint.checkpoint_folder FOLDER` verifies one, without
+loading PyTorch: it prints why it is not whole, and exits with the code of a corrupt one.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
 from farspan import models
 from farspan.domain.epoch_fence import fence_stale_epoch, readable_ledger
@@ -50,8 +50,10 @@ from farspan.runtime.checkpoint.slice_files import (
     read_manifest,
     read_small,
 )
-from farspan.runtime.model.decoder import Decoder
 from farspan.semantics.muon_matrices import block_matrices
+
+if TYPE_CHECKING:
+    import torch
 
 #: Bytes in addition to the tensors, at most.
 MAX_HEADER_BYTES = 2**20
@@ -290,6 +292,10 @@ def verify(path: Path) -> TrainerState:
 
 def shapes_of(plan: Plan, kinds: Iterable[str] = (MODEL, *MOMENTS)) -> dict[str, tuple[int, ...]]:
     """Return the shape of every global tensor of these kinds, by name."""
+    import torch
+
+    from farspan.runtime.model.decoder import Decoder
+
     with torch.device("meta"):
         model = Decoder(plan.model)
     # Muon keeps one moment of the parameters that it updates.

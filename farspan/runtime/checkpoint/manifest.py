@@ -17,15 +17,18 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import msgspec
 import numpy as np
-from torch import Tensor
 
 from farspan.domain.struct_files import content_hash
-from farspan.runtime.model.tensor_axis import TensorSlice
 from farspan.runtime.time_budget import BudgetState
+
+if TYPE_CHECKING:  # A process that verifies a checkpoint loads no PyTorch.
+    from torch import Tensor
+
+    from farspan.runtime.model.tensor_axis import TensorSlice
 
 MANIFEST = "manifest.json"
 #: Bytes of a file that one checksum covers: a reader of a part of a tensor reads no more than it

@@ -16,12 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
-import torch
-from torch import Tensor
 
 from farspan.domain.problems import Refusal
 from farspan.domain.struct_files import parse_json
@@ -37,6 +35,9 @@ from farspan.runtime.checkpoint.manifest import (
     key_of,
     view_box,
 )
+
+if TYPE_CHECKING:  # A process that verifies a checkpoint loads no PyTorch.
+    from torch import Tensor
 
 #: Bytes of a safetensors header, and of a manifest, at most.
 MOST_HEADER = 2**26
@@ -199,6 +200,8 @@ class Stored:
 
     def whole(self, name: str) -> Tensor:
         """Read all of a tensor. Raises Corrupt."""
+        import torch
+
         if name not in self.tensors:
             raise Corrupt(f"it has no {name}")
         shape = self.tensors[name].shape
@@ -212,10 +215,23 @@ class Stored:
             for name, tensor in self.tensors.items():
                 for part in tensor.slices:
                     num_rows = part.shape[0] if part.shape else 1
-                    self._read_rows(name, part, 0, num_rows)
+                    self._read_blocks(name, part, 0, num_rows)
 
     def _read_rows(self, name: str, part: StoredSlice, start: int, stop: int) -> Tensor:
         """Read rows [start, stop) of a slice, from whole blocks with the right checksums."""
+        import torch
+
+        content, skipped = self._read_blocks(name, part, start, stop)
+        count = (stop - start) * math.prod(part.shape[1:])
+        numbers = np.frombuffer(content, np.float32, count, skipped)
+        shape = (stop - start, *part.shape[1:]) if part.shape else ()
+        return torch.from_numpy(numbers).view(shape)
+
+    def _read_blocks(
+        self, name: str, part: StoredSlice, start: int, stop: int
+    ) -> tuple[bytearray, int]:
+        """Read the whole blocks that hold rows [start, stop) of a slice, and verify them; return
+        them with the bytes before the first row."""
         row_bytes = 4 * math.prod(part.shape[1:])
         size = 4 * math.prod(part.shape)
         first = start * row_bytes
@@ -237,9 +253,7 @@ class Stored:
         for number, at in enumerate(range(0, len(content), CHECKSUM_BLOCK_BYTES), first_block):
             if checksum_of_block(view[at : at + CHECKSUM_BLOCK_BYTES]) != part.sha256[number]:
                 raise Corrupt(f"{part.file} does not match its checksum")
-        numbers = np.frombuffer(content, np.float32, (last - first) // 4, first - block_from)
-        shape = (stop - start, *part.shape[1:]) if part.shape else ()
-        return torch.from_numpy(numbers).view(shape)
+        return content, first - block_from
 
     def _locate_slice(self, name: str, part: StoredSlice) -> tuple[int, int]:
         """Return the descriptor of a slice's file, and the offset of the slice in it."""
