@@ -18,6 +18,7 @@ _NAME_RULE = msgspec.Meta(
 )
 Name = Annotated[str, _NAME_RULE]
 Source = Annotated[str, msgspec.Meta(min_length=1)]
+CopyLocation = Annotated[str, msgspec.Meta(min_length=1)]
 #: What follows a fault of a run.
 OnFault = Literal["recover", "wait", "stop"]
 
@@ -156,6 +157,15 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     every: Quantity = "5m"
     keep: Positive = 3
+    #: Where each checkpoint is copied: `site`, a folder, `s3://BUCKET/PREFIX`; one or several.
+    copy: CopyLocation | tuple[CopyLocation, ...] = ()
+    #: Bytes a second of copies; `auto` takes about half of the time between two checkpoints.
+    copy_rate: Quantity = "auto"
+
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """The places, none if none is named."""
+        return (self.copy,) if isinstance(self.copy, str) else self.copy
 
 
 class BudgetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

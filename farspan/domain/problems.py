@@ -62,6 +62,7 @@ EXIT_CODES = {
     "no-model": 57,
     "llm-unusable": 58,
     "install-failed": 62,
+    "copy-unusable": 60,
     "interrupted": 130,
 }
 

@@ -174,6 +174,8 @@ class RunFolder:
         self.lock = path / "lock"
         #: Which start of the run may write (`domain.epoch_fence`).
         self.epochs = path / "epochs.json"
+        #: There until the first start of a run that was restored from a copy.
+        self.restored = path / ".restored"
         self.job = path / "job.json"
         self.seal = path / "seal"
         self.tensorboard = path / "tensorboard"

@@ -26,6 +26,7 @@ from farspan.domain.problems import command as farspan
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_bytes
 from farspan.launch.hosts import ask_shell, quote_path, start_shell
+from farspan.launch.transfer_pacing import MIRROR_SHARE, Pacer, automatic_rate, given_rate
 
 #: Returns why the checkpoint in a folder is not whole; empty where every byte of it is right.
 FlawOf = Callable[[Path], str]
@@ -63,6 +64,7 @@ class CheckpointMirror:
         self._here = here
         self._there = there
         self._flaw_of = flaw_of or (lambda path: "")
+        self._pacer = Pacer()
         #: What is to be copied next, in the background; None where nothing waits.
         self._waiting: tuple[str, ...] | None = None
         self._closed = False
@@ -74,10 +76,14 @@ class CheckpointMirror:
 
     # -- during training
 
-    def request_copy(self, step: int, *, best: bool) -> None:
-        """Copy the checkpoint of this step in the background, and the best weights where they are
-        new. What waited before gives way to it."""
+    def request_copy(self, step: int, *, best: bool, size: int) -> None:
+        """Copy the checkpoint of this step, of `size` bytes, in the background, and the best
+        weights where they are new. What waited before gives way to it. Training keeps most of the
+        network: the copy takes a quarter of the time between two checkpoints."""
+        every_s = self._plan.train.checkpoint_every_s
+        rate = given_rate(self._here) or automatic_rate(size, every_s, MIRROR_SHARE)
         with self._changed:
+            self._pacer.set_rate(rate)
             replaced = self._waiting or ()
             self._waiting = (f"step-{step:08d}",)
             # The best weights first: the checkpoint records how good they are.
@@ -123,6 +129,7 @@ class CheckpointMirror:
     def finish_copy(self) -> None:
         """Let the copy that is being made come to its end; nothing is copied in the background
         afterwards."""
+        self._pacer.lift()
         with self._changed:
             self._closed = True
             self._waiting = None
@@ -144,6 +151,7 @@ class CheckpointMirror:
         """Copy every checkpoint and the best weights that are there and not here. Raises Refusal
         (host-unreachable) with where they are."""
         self._killed = False
+        self._pacer.set_rate(None)
         missing = self._list_missing()
         if not missing:
             return
@@ -200,7 +208,7 @@ class CheckpointMirror:
                 if flaw := self._flaw_of(path):
                     raise Unexpected(f"{path.name} has come damaged: {flaw}")
             for path in arrived:
-                _replace_checkpoint(path, self._here.checkpoints / path.name)
+                replace_checkpoint(path, self._here.checkpoints / path.name)
         finally:
             shutil.rmtree(arriving, ignore_errors=True)
 
@@ -243,7 +251,7 @@ class CheckpointMirror:
                 if self._killed:
                     process.kill()
             try:
-                stream = BoundedStream(process.stdout, self._plan)
+                stream = BoundedStream(process.stdout, self._plan, self._pacer)
                 receive_files(stream, arriving, CHECKPOINT_FILE.fullmatch, sync=True)
             except BaseException:
                 process.kill()
@@ -257,9 +265,10 @@ class CheckpointMirror:
 
 class BoundedStream:
     """A stream that ends in Unexpected where it brings more than all checkpoints of a plan take, or
-    nothing for SILENCE_TIMEOUT_S."""
+    nothing for SILENCE_TIMEOUT_S. It is read no faster than the pacer allows."""
 
-    def __init__(self, stream: IO[bytes], plan: Plan) -> None:
+    def __init__(self, stream: IO[bytes], plan: Plan, pacer: Pacer) -> None:
+        self._pacer = pacer
         self._descriptor = stream.fileno()
         self._limit = max_checkpoint_bytes(plan)
         self._received = 0
@@ -269,6 +278,7 @@ class BoundedStream:
             raise Unexpected(f"it has sent nothing for {SILENCE_TIMEOUT_S:.0f} s")
         content = os.read(self._descriptor, min(size, READ_BYTES))
         self._received += len(content)
+        self._pacer.spend(len(content))
         if self._received > self._limit:
             raise Unexpected(
                 f"it sends more than {format_bytes(self._limit)}, which no checkpoints of this "
@@ -288,7 +298,7 @@ def max_checkpoint_bytes(plan: Plan) -> int:
     return (plan.train.keep + 2) * checkpoint_bytes
 
 
-def _replace_checkpoint(arrived: Path, path: Path) -> None:
+def replace_checkpoint(arrived: Path, path: Path) -> None:
     """Rename a whole checkpoint into place. One that it replaces is put aside first, where the next
     start finds it if this process is killed in between."""
     old = path.with_name(f".{path.name.strip('.')}.old")

@@ -130,7 +130,7 @@ class RemoteRun:
         files = []
         for path in sorted(here.iterdir()):
             if path.suffix in MODEL_FILES and path.is_file():
-                files.append((_resolve_inside(path, here), path.name))
+                files.append((resolve_inside(path, here), path.name))
         self._send_files(files, there)
         return str(there)
 
@@ -196,7 +196,7 @@ def remote_run(
     return None
 
 
-def _resolve_inside(path: Path, folder: Path) -> Path:
+def resolve_inside(path: Path, folder: Path) -> Path:
     """Resolve a file name in a model's folder. In the cache of Hugging Face all files are
     links to `blobs` of the same model. Raises Refusal (path-unusable) for a link out of the model,
     which would send what is there."""

@@ -3,8 +3,8 @@ and their Pythons; whether its links may be followed; and whether its index may 
 server.
 
 A folder that this user made on this machine carries a seal that nobody else can make: a signature
-over cluster.json and run.json, or over the server's location, by a key that lies in the user's own
-state folder.
+over cluster.json, run.json and where copies go, or over the server's location, by a key that lies
+in the user's own state folder.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ import hmac
 import os
 import platform
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from farspan.domain.cluster import Host
 from farspan.domain.cluster_json import load_cluster_json
+from farspan.domain.config import RunConfig
 from farspan.domain.escapes import shell_line
 from farspan.domain.problems import Refusal
 from farspan.domain.problems import command as farspan
 from farspan.domain.run import RunFolder, RunRecord, state_folder
-from farspan.domain.struct_files import load, read_bytes, save, write_atomically
+from farspan.domain.struct_files import load, load_yaml, read_bytes, save, write_atomically
 from farspan.launch.hosts import host_command, host_python
 
 #: Hosts whose commands, and links, that a refusal prints.
@@ -36,7 +38,7 @@ def seal_run(run: RunFolder) -> None:
         write_atomically(run.seal, _sign_run(run))
     except (OSError, RuntimeError):
         # The user's key cannot be made without a home folder that can be written to.
-        if _list_commands(run) or any(_find_links(run)):
+        if list_commands(run) or any(_find_links(run)):
             raise
 
 
@@ -53,7 +55,7 @@ def require_trusted(run: RunFolder) -> None:
 
     Raises Refusal (run-untrusted).
     """
-    commands = _list_commands(run)
+    commands = list_commands(run)
     if commands and not _is_sealed(run):
         raise Refusal(
             "run-untrusted",
@@ -117,16 +119,27 @@ def _find_links(run: RunFolder) -> Iterator[Path]:
                 yield path
 
 
-def _list_commands(run: RunFolder) -> list[str]:
+def list_commands(run: RunFolder) -> list[str]:
     """List what a run starts besides this Python: how it enters hosts and devices, what it runs
-    there, the Ray cluster that it hands a token to, and the command that it notifies by."""
+    there, the Ray cluster that it hands a token to, the command that it notifies by, and where it
+    is copied."""
     hosts = list(load_cluster_json(run.cluster).hosts)
     if run.whole_cluster.exists():
         hosts += load_cluster_json(run.whole_cluster).hosts
     record = load(run.record, RunRecord)
-    commands = [f"a launcher, {record.launcher}"] if ":" in record.launcher else []
-    if record.asked is not None and record.asked.notify is not None:
-        commands.append(shell_line("sh", "-c", record.asked.notify))
+    notify = None if record.asked is None else record.asked.notify
+    return plain_commands(hosts, record.launcher, notify, _list_copies(run))
+
+
+def plain_commands(
+    hosts: Iterable[Host], launcher: str, notify: str | None, copies: Iterable[str]
+) -> list[str]:
+    """List the commands of a run with these hosts, launcher, command to notify by, and places of
+    copies."""
+    commands = [f"a launcher, {launcher}"] if ":" in launcher else []
+    if notify is not None:
+        commands.append(shell_line("sh", "-c", notify))
+    commands += [f"copies of the run, to {place}" for place in copies]
     for host in hosts:
         python = [host_python(host)]
         if host.notice is not None:
@@ -136,6 +149,13 @@ def _list_commands(run: RunFolder) -> list[str]:
             if words != python or host.enter != ():
                 commands.append(shell_line(*words))
     return list(dict.fromkeys(commands))
+
+
+def _list_copies(run: RunFolder) -> tuple[str, ...]:
+    """List where the run and its text are copied: by run.yaml, which may be edited."""
+    if not run.config.exists():
+        return ()
+    return load_yaml(run.config, RunConfig).checkpoint.copies
 
 
 def seal_server(path: Path, location: str) -> None:
@@ -163,6 +183,7 @@ def _sign_run(run: RunFolder) -> bytes:
     contents = [read_bytes(run.cluster), read_bytes(run.record)]
     if run.whole_cluster.exists():
         contents.append(read_bytes(run.whole_cluster))
+    contents += [place.encode() for place in _list_copies(run)]
     return _sign_contents(*contents)
 
 

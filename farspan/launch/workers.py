@@ -273,7 +273,9 @@ class Workers(ABC):
                     self._new_best = True
                 # Have what rank 0 saves on a disk of its own copied here.
                 if isinstance(event, Saved) and self._remote is not None and self.fetches:
-                    self._remote.mirror.request_copy(event.step, best=self._new_best)
+                    self._remote.mirror.request_copy(
+                        event.step, best=self._new_best, size=event.size_bytes
+                    )
                     self._new_best = False
                 yield event
             if None not in codes:

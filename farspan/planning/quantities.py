@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from farspan.domain.cluster import Cluster
-from farspan.domain.config import IndexConfig, Quantity, RunConfig
+from farspan.domain.config import CheckpointConfig, IndexConfig, Quantity, RunConfig
 from farspan.domain.escapes import key_word, shell_word
 from farspan.domain.problems import Refusal
 from farspan.domain.struct_files import missing_path
 from farspan.domain.suggest import advise, any_of
-from farspan.domain.units import is_bare, parse_count, parse_duration, parse_fraction
+from farspan.domain.units import is_bare, parse_count, parse_duration, parse_fraction, parse_rate
 from farspan.planning.model_speed import hourly_price
 from farspan.planning.size import KNOBS
 
@@ -26,6 +26,7 @@ Number = TypeVar("Number", int, float)
 ANY = ("0", "1e15")
 TIME_BOUNDS = ("1ms", "100y")
 PARAMETERS = ("1", "100T")
+RATES = ("1kB/s", "1000TB/s")
 #: Names of the size dial: parameters in all, embeddings included.
 SIZES = {
     "tiny": 3_000_000,
@@ -155,6 +156,15 @@ def save_every_s(config: RunConfig) -> float:
     return parse_positive(parse_duration, config.checkpoint.every, "checkpoint.every", "5m")
 
 
+def copy_rate(config: CheckpointConfig) -> float | None:
+    """Return the bytes a second that copies of checkpoints may take; None for `auto`."""
+    if config.copy_rate == "auto":
+        return None
+    return parse_positive(
+        parse_rate, config.copy_rate, "checkpoint.copy_rate", "20MB/s", within=RATES
+    )
+
+
 def fit_s(index: IndexConfig) -> float:
     return parse_positive(parse_duration, index.time, "index.time", "5m")
 
@@ -191,6 +201,7 @@ def check_quantities(config: RunConfig) -> None:
     """Refuse what can be refused before any text is read: units, signs, shares, contradictions."""
     asked_parameters(config)
     save_every_s(config)
+    copy_rate(config.checkpoint)
     time_budget_s(config)
     fit_s(config.index)
     share = parse_positive(

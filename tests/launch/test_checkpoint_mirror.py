@@ -123,10 +123,10 @@ def test_one_copy_is_made_at_a_time_and_a_newer_checkpoint_replaces_a_waiting_on
     for step in (1, 2, 3):
         saved_there(there, step)
     far_host.block()
-    mirror.request_copy(1, best=False)
+    mirror.request_copy(1, best=False, size=5000)
     wait_for(lambda: far_host.copies == 1, "the first copy is being made")
-    mirror.request_copy(2, best=False)
-    mirror.request_copy(3, best=False)
+    mirror.request_copy(2, best=False, size=5000)
+    mirror.request_copy(3, best=False, size=5000)
     assert here(run) == []
     far_host.unblock()
     wait_for(lambda: here(run) == [1, 3], "both are here")
@@ -141,7 +141,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_copied_comes_whole(
     mirror, run, there = mirrored
     saved_there(there, 1)
     far_host.block()
-    mirror.request_copy(1, best=False)
+    mirror.request_copy(1, best=False, size=5000)
     wait_for(lambda: far_host.copies == 1, "the copy is being made")
     shutil.rmtree(there.checkpoints)
     far_host.unblock()
@@ -159,7 +159,7 @@ def test_as_many_checkpoints_are_kept_here_as_the_plan_keeps(
     mirror, run, there = mirrored
     for step in (1, 2, 3):
         saved_there(there, step)
-        mirror.request_copy(step, best=False)
+        mirror.request_copy(step, best=False, size=5000)
         wait_for(lambda: step in here(run), "it is here")  # noqa: B023 - called at once
     mirror.close()
     assert here(run) == [2, 3]
@@ -171,7 +171,7 @@ def test_best_weights_come_with_the_checkpoint_that_knows_of_them(
     mirror, run, there = mirrored
     saved_there(there, 1)
     shutil.copytree(there.checkpoints / "step-00000001", there.checkpoints / "best")
-    mirror.request_copy(1, best=True)
+    mirror.request_copy(1, best=True, size=5000)
     wait_for(lambda: here(run) == [1], "it is here")
     assert (run.best / "manifest.json").exists()
     mirror.close()
@@ -183,7 +183,7 @@ def test_a_damaged_copy_does_not_count_and_is_told(
     _, run, there = mirrored
     saved_there(there, 1)
     mirror = CheckpointMirror(far_host.host, run.load_plan(), run, there, lambda path: "torn")
-    mirror.request_copy(1, best=False)
+    mirror.request_copy(1, best=False, size=5000)
     (warning,) = wait_for(mirror.take_warnings, "a warning")
     assert "step-00000001" in warning and "torn" in warning and "far" in warning
     mirror.close()
@@ -196,7 +196,7 @@ def test_a_closed_mirror_ends_a_copy_that_hangs(
     mirror, run, there = mirrored
     saved_there(there, 1)
     far_host.block()
-    mirror.request_copy(1, best=False)
+    mirror.request_copy(1, best=False, size=5000)
     wait_for(lambda: far_host.copies == 1, "the copy is being made")
     mirror.close()
     assert here(run) == [] and mirror.take_warnings() == []
