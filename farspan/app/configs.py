@@ -19,6 +19,9 @@ from farspan.domain.struct_files import convert, load, load_yaml, parse_yaml
 #: What a key meant where it is left out when farspan was older, and what it means now: a run that
 #: was started then goes by its plan.
 CHANGED_DEFAULTS = {"train.compile": (False, "auto")}
+#: Read again at each start, as are where the index lies and what answers from it, and which lab is
+#: entered.
+READ_AGAIN = ("on_fault", "checkpoint.copy", "checkpoint.copy_rate")
 
 
 def make_config(data: str | os.PathLike[str] | RunConfig, **keys: Any) -> RunConfig:
@@ -133,9 +136,7 @@ def describe_changes(started: RunConfig, now: RunConfig) -> list[str]:
 
     changed = []
     for key, before, after in _diff_values(_flatten_config(started), _flatten_config(now)):
-        # Read again: where the index lies and what answers from it, what follows a fault, and which
-        # lab is entered.
-        if key == "on_fault" or key.startswith(("index.", "serve.")):
+        if key in READ_AGAIN or key.startswith(("index.", "serve.")):
             continue
         if key == "parallel.cluster" and is_external(str(after)):
             continue

@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager, suppress
 
 from farspan.app import clusters
 from farspan.app.checkpoints import copy_checkpoints, flaw_of
+from farspan.app.copying import copying_checkpoints
 from farspan.app.lost_hosts import LostHosts, Pace, median_or_none
 from farspan.app.microbatches import describe_halving, halve_after_oom
 from farspan.app.plans import Planned
@@ -116,6 +117,7 @@ class Supervisor:
             closing(self._agents),
             closing(self._renewal),
             self._passing_signals(),
+            self._copying_checkpoints(),
         ):
             if self._until_done or self._without:
                 self._lost.wait(self._pace)
@@ -140,6 +142,12 @@ class Supervisor:
                         raise
                     self._recover_from_fault(refusal.problem)
 
+    @contextmanager
+    def _copying_checkpoints(self) -> Iterator[None]:
+        with copying_checkpoints(self._run, self._progress, lambda: self._asked) as copies:
+            self._copies = copies
+            yield
+
     # -- one start
     #   --------------------------------------------------------------------------------------------
 
@@ -156,6 +164,7 @@ class Supervisor:
             # counts those that are here.
             copy_checkpoints(self._run, cluster)
         epoch = self._begin_epoch(lease)
+        self._copies.request_copy()
         restarts = self._on_fault != "stop"
         context = SupervisorState(
             lease, epoch, spares, self._agents, again=restarts, flaw_of=flaw_of
@@ -178,12 +187,14 @@ class Supervisor:
                     self._progress(event)
                     self._track_step(event)
                     self._on_event(event)
+                    self._copies.report()
                     finished = event if isinstance(event, Finished) else None
                     if isinstance(event, Saved):
                         self._take_returned_in(workers)
                     if isinstance(event, Step) and not has_spares:
                         trained_s = time.monotonic() - self._started_at
                         if trained_s > SPARES_AFTER_S:
+                            self._run.require_there()  # Their log lies in it.
                             spares.start_spares(
                                 plan, workers.hosts, self._run.logs, lease.keep_open
                             )
@@ -218,7 +229,7 @@ class Supervisor:
                 claims, self._progress, self._sleep, until_done=self._until_done
             )
             # A run folder that was copied here begins later than all that its hosts have seen.
-            if not self._run.epochs.exists():
+            if not self._run.epochs.exists() or self._run.restored.exists():
                 after = newest
         epoch = lease.begin_epoch(
             used_s=self._used_s(),
@@ -226,6 +237,7 @@ class Supervisor:
             fault=self._fault,
             after=after,
         )
+        self._run.restored.unlink(missing_ok=True)
         if lease.mended is not None:
             self._progress(Note(lease.mended))
         if claims is not None:

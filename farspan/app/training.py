@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from farspan.app import clusters
 from farspan.app.configs import refuse_edited, refuse_other
+from farspan.app.copy_places import refuse_unusable_places, shared_disk
 from farspan.app.corpora import bring_corpus
 from farspan.app.jobs import register_job, remove_unbegun, wait_for_orphans
 from farspan.app.microbatches import enlarge_where_unsure
@@ -49,6 +50,7 @@ def plan_run(
 
     With `table` the techniques are compared on this cluster first.
     """
+    refuse_unusable_places(config.checkpoint)
     resolved = resolve_run(config, progress, trial=True)
     planned = best_plan(resolved, config.parallel, progress, table=table)
     if config.on_fault != "stop":
@@ -80,6 +82,9 @@ def make_run(
                 fact=f"predicted {format_bytes(memory.total)}, there is {format_bytes(usable)}",
                 remedy="set train.recompute: true, or a smaller size, in run.yaml",
             )
+    refuse_unusable_places(config.checkpoint, site=resolved.cluster)
+    if location := shared_disk(config.checkpoint, path):
+        progress(Note(f"{location} is on the run's own disk: a lost disk loses both"))
     # Again: it may have been made while this run was planned.
     refuse_existing(path, command("train", "run.yaml", "--run", f"{path}-2"))
     run = RunFolder(path)
@@ -129,6 +134,7 @@ def resume_run(
     a killed job are waited for, and with `until_done` hosts that are away. The sites in `without`
     are given up."""
     from farspan.app.replanning import replan_run
+    from farspan.app.restoring import fetch_missing_checkpoints
     from farspan.launch import trust as trusting
     from farspan.report.history import is_complete
 
@@ -142,6 +148,7 @@ def resume_run(
         trusting.require_trusted(run)
     with notifying(_notify_command(run), run.path, progress) as report:
         wait_for_orphans(run, note_reporter(report))
+        fetch_missing_checkpoints(run, report)
         bring_corpus(run, report)
         if cluster is not None or technique is not None:
             replan_run(run, report, cluster=cluster, technique=technique)
@@ -162,8 +169,10 @@ def train_until_done(
     without: tuple[str, ...] = (),
 ) -> Report:
     """Train a run to its end: begin it, or resume it where it lies at `path`. The same call resumes
-    it after whatever has ended the process before. Raises Refusal (run-exists) where another
-    run.yaml's run lies there."""
+    it after whatever has ended the process before, also from a copy, on any machine. Raises Refusal
+    (run-exists) where another run.yaml's run lies there."""
+    from farspan.app.restoring import restore_run
+
     run = RunFolder(path)
     if run.plan.exists():
         refuse_other(run, config, config_path)
@@ -171,6 +180,8 @@ def train_until_done(
     # A start that was killed while the run was made.
     if run.corpus.exists():
         remove_unbegun(run)
+    if restore_run(path, config, progress) is not None:
+        return resume_run(run, progress, until_done=True, without=without)
     with notifying(config.notify, path, progress) as report:
         run = plan_run(path, config, report)
         return _train_begun(run, report, until_done=True, without=without)
