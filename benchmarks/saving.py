@@ -59,6 +59,24 @@ def mean_step(run: RunFolder, every_s: float) -> tuple[float, int]:
     return (steps[-1].at - steps[WARMUP - 1].at) / (len(steps) - WARMUP), saves
 
 
+def make_first_run(path: Path, steps: int) -> RunFolder:
+    """Make the run that all others are twins of."""
+    config = RunConfig(
+        data="pydocs",
+        size="14m",
+        model=ModelConfig(context=256),
+        train=TrainConfig(
+            steps=steps,
+            batch=BatchConfig(global_=8),
+            precision="fp32",
+            validate_every=steps,
+        ),
+        parallel=ParallelConfig(technique="data", workers=2),
+    )
+    resolved = resolve_run(config, ignore_update, trial=False)
+    return training.make_run(path, config, best_plan(resolved, config.parallel))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -67,24 +85,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        first = RunFolder(Path(folder, "first"))
-        config = RunConfig(
-            data="pydocs",
-            size="14m",
-            model=ModelConfig(context=256),
-            train=TrainConfig(
-                steps=given.steps,
-                batch=BatchConfig(global_=8),
-                precision="fp32",
-                validate_every=given.steps,
-            ),
-            parallel=ParallelConfig(technique="data", workers=2),
-        )
-        training.make_run(
-            first.path,
-            config,
-            best_plan(resolve_run(config, ignore_update, trial=False), config.parallel),
-        )
+        first = make_first_run(Path(folder, "first"), given.steps)
         ratios = list[float]()
         saves = list[int]()
         plain_s = 0.0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from farspan.domain.cluster import Cluster
 from farspan.domain.config import CheckpointConfig
-from farspan.domain.escapes import shell_line
+from farspan.domain.escapes import shell_line, shell_word
 from farspan.domain.problems import Refusal
 from farspan.launch.copies import CopyError, CopyPlace, known_kind, open_places, place_kind
 from farspan.launch.copies.site import hosts_for_copies
@@ -29,7 +29,7 @@ def open_copy_places(location: str, cluster: Cluster | None, first: str | None) 
         raise _unusable(
             location,
             "from another folder it would be another place",
-            f"set checkpoint.copy: {Path(location).absolute()}",
+            f"set checkpoint.copy: {shell_word(Path(location).absolute())}",
         )
     hosts = [] if cluster is None else hosts_for_copies(cluster, first)
     places = open_places(location, hosts)

@@ -172,7 +172,7 @@ def _rebuild_folder(
             raise CopyError("none of its checkpoints is whole")
         _drop_later_ends(run)
         # Hosts may have seen later starts than the copy has.
-        run.restored.touch()
+        write_atomically(run.restored, b"")
         os.rename(aside, path)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
@@ -349,7 +349,7 @@ def fetch_corpus(
             for name, size in sizes.items():
                 copy.fetch_file(f"corpus/{name}", aside / name, size)
             token_files.verify_corpus(aside, manifest)
-            (aside / "corpus.json").write_bytes(run.corpus.read_bytes())
+            write_atomically(aside / "corpus.json", run.corpus.read_bytes())
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(aside, folder)
         except CopyError as error:

@@ -17,6 +17,7 @@ from pathlib import Path
 from farspan.corpus.find_prepared import find_corpus
 from farspan.domain.corpus import TOKEN_FILES, CorpusManifest
 from farspan.domain.epoch_fence import readable_ledger
+from farspan.domain.own_files import open_own
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.struct_files import load
 from farspan.launch.copied_run import (
@@ -78,7 +79,8 @@ def _link_files(source: Path, target: Path) -> Path:
         except FileNotFoundError:
             raise
         except OSError:  # A file system without hard links.
-            shutil.copyfile(path, target / path.name)
+            with open(path, "rb") as file, open_own(target / path.name, "wb") as copied:
+                shutil.copyfileobj(file, copied)
     return target
 
 
