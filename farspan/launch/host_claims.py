@@ -53,8 +53,8 @@ class ClaimAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def claim_path(host: Host, identity: str) -> str:
-    """Return where a host keeps the claim of a run: beside its runs, or in the cache here where it
-    shares this machine's folders."""
+    """Return where a host keeps the claim of a run: next to its runs, or in the cache here where
+    it shares this machine's folders."""
     folder = cache_folder().absolute() if host.folder is None else Path(host.folder)
     return str(folder / "claims" / f"{identity}.json")
 
