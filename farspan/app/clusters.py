@@ -9,9 +9,10 @@ from farspan.domain.cluster_json import load_cluster_json
 from farspan.domain.config import ParallelConfig, RunConfig
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.problems import Refusal, command
-from farspan.domain.run import RunFolder
-from farspan.domain.struct_files import load_yaml
+from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.struct_files import load, load_yaml
 from farspan.launch.clusters import THIS_MACHINE
+from farspan.launch.slurm_allocation import SLURM
 
 
 def find_cluster(name: str, *, as_written: bool = False) -> Cluster:
@@ -29,7 +30,15 @@ def find_cluster(name: str, *, as_written: bool = False) -> Cluster:
 def cluster_of_run(run: RunFolder) -> Cluster:
     """Return the cluster that a run is trained on, as it is now."""
     name = load_yaml(run.config, RunConfig).parallel.cluster or ""
-    return find_cluster(name) if is_external(name) else load_cluster_json(run.cluster)
+    if is_external(name):
+        return find_cluster(name)
+    cluster = load_cluster_json(run.cluster)
+    # By what `launch.trust` looks at, too.
+    if load(run.record, RunRecord).launcher == SLURM:
+        from farspan.launch.slurm_allocation import enter_allocation
+
+        return enter_allocation(cluster)
+    return cluster
 
 
 def whole_cluster_of_run(run: RunFolder) -> Cluster:
@@ -43,7 +52,7 @@ def whole_cluster_of_run(run: RunFolder) -> Cluster:
 
 def is_here(parallel: ParallelConfig) -> bool:
     """Return whether a run is asked for on this machine: by name, or without a cluster."""
-    return parallel.cluster in (None, THIS_MACHINE)
+    return parallel.cluster in (None, THIS_MACHINE) and find_launcher(parallel) != SLURM
 
 
 def is_external(name: str) -> bool:
@@ -55,7 +64,7 @@ def is_external(name: str) -> bool:
 
 def exclusive_launcher(name: str) -> str | None:
     """Return the launcher that alone reaches a cluster of such a name; None where any does."""
-    return name if name.startswith("ray:") else None
+    return name if name.startswith("ray:") or name == SLURM else None
 
 
 def find_launcher(parallel: ParallelConfig) -> str:
@@ -71,11 +80,14 @@ def given_cluster(config: RunConfig, *, reach: bool) -> Cluster | None:
 
     split_launcher(config.parallel.launcher)
     name = config.parallel.cluster
-    if name is None or name == THIS_MACHINE:
+    if find_launcher(config.parallel) == SLURM:
+        cluster = _slurm_cluster(config)
+    elif name is None or name == THIS_MACHINE:
         return None
-    cluster = find_cluster(name)
+    else:
+        cluster = find_cluster(name)
     if reach:
-        require_installed(cluster, name)
+        require_installed(cluster, name or SLURM)
     workers = config.parallel.workers
     if workers == "auto":
         return cluster
@@ -116,6 +128,20 @@ def require_installed(cluster: Cluster, name: str) -> None:
                 fact=f"Python {answer['python']} there has none",
                 remedy=command("cluster", "up", name),
             )
+
+
+def _slurm_cluster(config: RunConfig) -> Cluster:
+    """Return the nodes of this Slurm job, of which a cluster file may have the measured figures;
+    outside of a job those that it would get."""
+    from farspan.launch import slurm_allocation
+
+    parallel = config.parallel
+    if parallel.cluster not in (None, SLURM):
+        return slurm_allocation.enter_allocation(find_cluster(parallel.cluster))
+    if not slurm_allocation.in_allocation():
+        return slurm_allocation.offered_cluster(config.slurm)
+    limit = None if parallel.workers == "auto" else parallel.workers
+    return slurm_allocation.allocated_cluster(parallel.device, limit)
 
 
 def first_device(cluster: Cluster) -> PlannedDevice:

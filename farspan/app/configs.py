@@ -136,7 +136,7 @@ def describe_changes(started: RunConfig, now: RunConfig) -> list[str]:
 
     changed = []
     for key, before, after in _diff_values(_flatten_config(started), _flatten_config(now)):
-        if key in READ_AGAIN or key.startswith(("index.", "serve.")):
+        if key in READ_AGAIN or key.startswith(("index.", "serve.", "slurm.")):
             continue
         if key == "parallel.cluster" and is_external(str(after)):
             continue

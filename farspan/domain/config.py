@@ -148,9 +148,9 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     workers: Positive | Literal["auto"] = "auto"
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     #: A cluster file, a name of `farspan cluster list`, or `lab:NAME`; None or `here` is this
-    #: machine.
+    #: machine, or with the launcher `slurm` the nodes of the job.
     cluster: str | None = None
-    #: What starts the workers: `local`, `torchrun`, `ray` or `ray:ADDRESS`.
+    #: What starts the workers: `local`, `torchrun`, `ray`, `ray:ADDRESS`, or `slurm` in a job.
     launcher: str = "local"
 
 
@@ -175,6 +175,54 @@ class BudgetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     time: Quantity | None = None
     usd: Dollars | None = None
     usd_per_hour: Dollars | None = None
+
+
+_SBATCH_VALUE = msgspec.Meta(
+    pattern=r"^[^\s'\"`$#\\-][^\s'\"`$#\\]*\Z",
+    description="one word of sbatch, without quotes and spaces",
+)
+SbatchValue = Annotated[str, _SBATCH_VALUE]
+_SBATCH_OPTION = msgspec.Meta(
+    pattern=r"^--?[A-Za-z][^\n\r]*\Z", description="an option of sbatch, such as --exclude=node7"
+)
+SbatchOption = Annotated[str, _SBATCH_OPTION]
+
+
+class SlurmNodes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Nodes of one kind that a job asks for; what is left out is as the site has set it."""
+
+    partition: SbatchValue | None = None
+    constraint: SbatchValue | None = None
+    nodes: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 1
+    #: Of each node: GPUs of any kind, or what `--gres` takes (`gpu:a100:4`); CPUs; and memory, as
+    #: sbatch takes it (`64G`).
+    gpus: Annotated[int, msgspec.Meta(ge=1, le=1_000)] | None = None
+    gres: SbatchValue | None = None
+    cpus: Annotated[int, msgspec.Meta(ge=1, le=10_000)] | None = None
+    memory: SbatchValue | None = None
+    #: The catalogue's name of these GPUs, for plans outside of a job where GRES names none.
+    kind: str | None = None
+    #: Further options of sbatch, as they are.
+    options: tuple[SbatchOption, ...] = ()
+
+
+class SlurmConfig(SlurmNodes, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The job of `farspan slurm`: its first nodes, and what holds for all of it."""
+
+    account: SbatchValue | None = None
+    qos: SbatchValue | None = None
+    #: The limit of one job, and how long before it the run saves.
+    time: Quantity | None = None
+    notice: Quantity = "3m"
+    #: Nodes of other kinds in the same job: components of a heterogeneous job.
+    components: tuple[SlurmNodes, ...] = ()
+    #: Before farspan starts on the first node: modules that are loaded, the conda environment, and
+    #: lines of shell.
+    modules: tuple[SbatchValue, ...] = ()
+    conda: Annotated[str, msgspec.Meta(min_length=1, max_length=1000)] | None = None
+    setup: tuple[str, ...] = ()
+    #: Whether nodes have no internet: the text is prepared before the job is submitted.
+    offline: bool = False
 
 
 class IndexConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -225,6 +273,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     budget: BudgetConfig = BudgetConfig()
     index: IndexConfig = IndexConfig()
     serve: ServeConfig = ServeConfig()
+    slurm: SlurmConfig = SlurmConfig()
     #: After a lost worker, host or link: start again, with a new plan where a host stays away
     #: (`recover`); start again once all are there (`wait`); or end the run (`stop`).
     on_fault: OnFault = "recover"

@@ -177,6 +177,8 @@ class RunFolder:
         #: There until the first start of a run that was restored from a copy.
         self.restored = path / ".restored"
         self.job = path / "job.json"
+        #: The Slurm jobs that have trained the run.
+        self.slurm_jobs = path / "slurm.json"
         self.seal = path / "seal"
         self.tensorboard = path / "tensorboard"
         self.report = path / "report.html"
@@ -196,6 +198,7 @@ class RunFolder:
             self.lock,
             self.epochs,
             self.job,
+            self.slurm_jobs,
             self.seal,
             self.report,
             self.fetch_lock,

@@ -9,12 +9,19 @@ from pathlib import Path
 
 from farspan.domain.cluster import Cluster
 from farspan.domain.clusterfile import load_cluster
+from farspan.domain.config import SlurmConfig
 from farspan.domain.escapes import shell_line, shell_word
 from farspan.domain.problems import Refusal
 from farspan.domain.struct_files import missing_path
 from farspan.domain.suggest import MAX_CANDIDATES, advise, any_of
 from farspan.domain.units import counted
 from farspan.launch.host_pythons import with_own_python
+from farspan.launch.slurm_allocation import (
+    SLURM,
+    allocated_cluster,
+    in_allocation,
+    offered_cluster,
+)
 
 #: What `--cluster` calls this machine as it is.
 THIS_MACHINE = "here"
@@ -29,11 +36,15 @@ def shipped_clusters() -> dict[str, Path]:
 
 def find_cluster(name: str, *, as_written: bool = False) -> Cluster:
     """Load the cluster of a file or a name, with `:N` its first N devices, this machine (`here`),
-    or the one that Ray runs at `ray:ADDRESS`.
+    the one that Ray runs at `ray:ADDRESS`, or the nodes of a Slurm job (`slurm`).
 
     Hosts have the interpreters that `farspan cluster up` has made, or those of the file
     (`as_written`).
     """
+    if name == SLURM:
+        if in_allocation():
+            return allocated_cluster("auto", None)
+        return offered_cluster(SlurmConfig())
     if name.startswith("ray:"):
         from farspan.launch.launchers.ray import read_cluster
 

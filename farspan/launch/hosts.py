@@ -28,7 +28,7 @@ from farspan.launch.reach_faults import EntryFault, explain_fault
 
 #: Commands that stay, as clients of a process elsewhere. They pass its standard input on, and no
 #: signals: only the client gets those.
-CLIENTS = frozenset({"ssh", "docker", "podman", "kubectl"})
+CLIENTS = frozenset({"ssh", "docker", "podman", "kubectl", "srun"})
 #: A host that has not answered the first question by then is not reachable (ssh itself gives up
 #: after CONNECT_S).
 HOST_START_S = 12.0

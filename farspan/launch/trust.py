@@ -27,6 +27,7 @@ from farspan.domain.problems import command as farspan
 from farspan.domain.run import RunFolder, RunRecord, state_folder
 from farspan.domain.struct_files import load, load_yaml, read_bytes, save, write_atomically
 from farspan.launch.hosts import host_command, host_python
+from farspan.launch.slurm_allocation import in_allocation
 
 #: Hosts whose commands, and links, that a refusal prints.
 MAX_SHOWN = 4
@@ -192,6 +193,9 @@ def _sign_contents(*contents: bytes) -> bytes:
     machine = platform.node()
     with suppress(OSError):
         machine = Path("/etc/machine-id").read_text().strip() or machine
+    # A run in Slurm jobs is trained on another node each time.
+    if in_allocation():
+        machine = f"slurm {os.environ.get('SLURM_CLUSTER_NAME', '')}"
     signed = b""
     for content in (machine.encode(), *contents):
         signed += len(content).to_bytes(8, "big") + content

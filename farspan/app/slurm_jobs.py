@@ -1,0 +1,163 @@
+"""Runs as Slurm jobs: the script, its submission, and what the queue says of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from farspan.app.preflight_checks import refuse_existing, refuse_file
+from farspan.app.resolving import allowed_techniques, prepare_run_corpus
+from farspan.app.updates import Note, Progress, ignore_update
+from farspan.domain.config import RunConfig
+from farspan.domain.escapes import shell_line
+from farspan.domain.interpreter import module_command
+from farspan.domain.problems import Refusal, command
+from farspan.domain.run import RunFolder
+from farspan.domain.struct_files import write_atomically
+from farspan.launch.slurm_allocation import SLURM, recorded_jobs
+from farspan.launch.slurm_client import (
+    Accounting,
+    QueuedJob,
+    find_job,
+    list_jobs,
+    read_accounting,
+    require_slurm,
+    submit_script,
+)
+from farspan.planning.slurm_script import (
+    job_name,
+    write_command_script,
+    write_training_script,
+)
+
+#: The queue is asked this often: sites limit how much a user may ask it.
+QUEUE_POLL_S = 5.0
+#: A job that can start at once has started within this, on a queue that is not busy; else the
+#: reason is shown.
+FIRST_LOOK_S = 10.0
+
+
+class Submitted(msgspec.Struct, frozen=True, kw_only=True):
+    """A job that was submitted, with its script and log; `queued` is what the queue says of it,
+    None of one that has ended."""
+
+    id: str
+    script: Path
+    log: Path
+    queued: QueuedJob | None
+
+
+def training_script(config: RunConfig, run: RunFolder, words: Sequence[object]) -> str:
+    """Return the sbatch script that trains `run`; `words` are the arguments of `train` that
+    config was read from. Raises Refusal (out-of-range)."""
+    launcher = [] if config.parallel.cluster == SLURM else ["--launcher", SLURM]
+    train = ["train", *words, *launcher, "--run", run.path.absolute()]
+    return write_training_script(
+        config.slurm, run, farspan=_farspan(config), train=train, workdir=Path.cwd()
+    )
+
+
+def probe_script(config: RunConfig, out: Path) -> str:
+    """Return the script of a short job that measures the nodes a run would get, and writes them as
+    a cluster file at `out`."""
+    words = [*_farspan(config), "probe", "--cluster", SLURM, "-o", out.absolute()]
+    log = out.absolute().with_suffix(".slurm.log")
+    return write_command_script(
+        config.slurm, f"probe-{out.stem}", words, log=log, workdir=Path.cwd()
+    )
+
+
+def _farspan(config: RunConfig) -> list[str]:
+    """Return the command on the nodes: this installation's, or that of the conda environment."""
+    python = sys.executable if config.slurm.conda is None else "python"
+    return module_command(python, "farspan")
+
+
+def submit_training(
+    config: RunConfig, run: RunFolder, script: str, progress: Progress = ignore_update
+) -> Submitted:
+    """Submit the script of a run. Raises Refusal for a run that is finished or has a job already,
+    and with Slurm's reason where it takes no such job."""
+    from farspan.report.history import is_complete
+
+    require_slurm()
+    allowed_techniques(config.parallel)
+    if run.plan.exists():
+        if is_complete(run):
+            raise Refusal(
+                "run-exists",
+                what="this run is finished: nothing is left to train",
+                where=run.path,
+                fact="its events end with its last step",
+                remedy=command("report", run.path),
+            )
+    else:
+        again = command("slurm", "run.yaml", "--run", f"{run.path}-2")
+        refuse_existing(run.path, again)
+    _refuse_second_job(run)
+    if config.slurm.offline:
+        progress(Note("preparing the text here: nodes have no internet"))
+        prepare_run_corpus(config, progress)
+    run.path.parent.mkdir(parents=True, exist_ok=True)
+    path = run.path.absolute()
+    file = path.with_name(f"{path.name}.sbatch")
+    return _submit(script, file, path.with_name(f"{path.name}.slurm.log"), progress)
+
+
+def submit_probe(
+    config: RunConfig, out: Path, script: str, progress: Progress = ignore_update
+) -> Submitted:
+    """Submit the script of `probe_script`."""
+    require_slurm()
+    another = out.with_stem(f"{out.stem}-2")
+    refuse_file(out, command("slurm", "run.yaml", "--probe", another))
+    path = out.absolute()
+    return _submit(script, path.with_suffix(".sbatch"), path.with_suffix(".slurm.log"), progress)
+
+
+def _submit(script: str, file: Path, log: Path, progress: Progress) -> Submitted:
+    number = submit_script(script)
+    write_atomically(file, script.encode())
+    deadline = time.monotonic() + FIRST_LOOK_S
+    queued = find_job(number)
+    while queued is not None and queued.state == "PENDING" and time.monotonic() < deadline:
+        time.sleep(QUEUE_POLL_S / 5)
+        queued = find_job(number)
+    progress(Note(str(queued) if queued else f"job {number} has ended"))
+    return Submitted(id=number, script=file, log=log, queued=queued)
+
+
+def _refuse_second_job(run: RunFolder) -> None:
+    """Refuse a run whose job is in the queue: both would want its lock."""
+    name = job_name(run.path.absolute().name)
+    for job in list_jobs(name):
+        if os.path.realpath(job.workdir) != os.path.realpath(Path.cwd()):
+            continue
+        raise Refusal(
+            "run-busy",
+            what=f"this run has a job already, {job.id}",
+            where=run.path,
+            fact=str(job),
+            remedy=shell_line("scancel", job.id),
+        )
+
+
+def follow_job(number: str, progress: Progress) -> None:
+    """Report each change of a job's state, and why it waits, until it has ended."""
+    shown = ""
+    while (job := find_job(number)) is not None:
+        if str(job) != shown:
+            shown = str(job)
+            progress(Note(shown))
+        time.sleep(QUEUE_POLL_S)
+    progress(Note(f"job {number} has ended"))
+
+
+def run_accounting(run: RunFolder) -> Accounting | None:
+    """Return what the Slurm jobs of a run used; None of other runs, and without accounting."""
+    return read_accounting(recorded_jobs(run))

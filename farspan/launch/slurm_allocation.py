@@ -1,0 +1,282 @@
+"""The nodes of a Slurm job as a cluster: described inside the job, and outside of one as `sinfo`
+and the catalogue have them.
+
+Nodes are called by their place in the job, `node0` first: a job that was requeued has others, and
+the run goes on with those.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+from msgspec.structs import replace
+
+from farspan.domain import catalog
+from farspan.domain.cluster import Cluster, Device, Host, Site
+from farspan.domain.config import SlurmConfig, SlurmNodes
+from farspan.domain.problems import Refusal
+from farspan.domain.run import RunFolder
+from farspan.domain.struct_files import load, save
+from farspan.launch.probe_client import Probe
+from farspan.launch.slurm_client import expand_nodes, list_partition_nodes, node_facts
+
+#: What `parallel.cluster` and `--cluster` call the nodes of the job.
+SLURM = "slurm"
+#: `gpu:a100:4(S:0-1)` and `gpu:4`: kind and number of GPUs in a node's GRES.
+GPU_GRES = re.compile(r"^gpu(?::(?P<kind>[^:(]+))??(?::(?P<count>\d+))?(?:\(.*\))?$")
+
+
+class AllocatedNode(msgspec.Struct, frozen=True, kw_only=True):
+    """A node of this job: its place among those of its component, and its CPUs there."""
+
+    name: str
+    place: int
+    component: int | None
+    cpus: int
+
+    @property
+    def enter(self) -> tuple[str, ...]:
+        """The command that runs another command there. It shares the job's CPUs and GPUs with all
+        other steps."""
+        words = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--relative={self.place}"]
+        words += [f"--cpus-per-task={self.cpus}", "--mpi=none", "--quiet"]
+        if self.component is not None:
+            words.append(f"--het-group={self.component}")
+        return tuple(words)
+
+
+def in_allocation() -> bool:
+    """Return whether this process belongs to a Slurm job."""
+    return "SLURM_JOB_ID" in os.environ
+
+
+def allocated_nodes() -> list[AllocatedNode]:
+    """List the nodes of this job, this one first. Raises Refusal outside of a job."""
+    require_allocation(SLURM)
+    size = os.environ.get("SLURM_HET_SIZE")
+    if size is None:
+        return _component_nodes("", None)
+    nodes = list[AllocatedNode]()
+    for number in range(int(size)):
+        nodes += _component_nodes(f"_HET_GROUP_{number}", number)
+    return nodes
+
+
+def _component_nodes(suffix: str, component: int | None) -> list[AllocatedNode]:
+    names = expand_nodes(os.environ[f"SLURM_JOB_NODELIST{suffix}"])
+    cpus = _expand_counts(os.environ[f"SLURM_JOB_CPUS_PER_NODE{suffix}"])
+    nodes = []
+    for place, (name, count) in enumerate(zip(names, cpus, strict=True)):
+        nodes.append(AllocatedNode(name=name, place=place, component=component, cpus=count))
+    return nodes
+
+
+def _expand_counts(text: str) -> list[int]:
+    """Expand Slurm's `4(x2),8` to a number a node."""
+    counts = list[int]()
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
+    return counts
+
+
+def require_allocation(run: object) -> None:
+    """Refuse what only a job can do. Raises Refusal (launcher-unusable)."""
+    if not in_allocation():
+        raise Refusal(
+            "launcher-unusable",
+            what="the launcher slurm works inside a Slurm job",
+            where=run,
+            fact="SLURM_JOB_ID is not set: this is no job",
+            remedy="farspan slurm run.yaml, which submits one",
+        )
+
+
+def allocated_cluster(backend: str, workers: int | None) -> Cluster:
+    """Describe the nodes of this job, each by a process there; of one node at most `workers`
+    workers. They share this node's folders."""
+    nodes = allocated_nodes()
+    addresses = _addresses(nodes)
+    limit = workers if len(nodes) == 1 else None
+
+    def describe(number: int) -> Host:
+        host = Host(
+            name=f"node{number}",
+            devices=(),
+            address=addresses[number],
+            enter=() if number == 0 else nodes[number].enter,
+            python=sys.executable,
+        )
+        with Probe(host) as probe:
+            described = probe.describe_devices(backend, limit).hosts[0]
+        devices = tuple(_confine(device, nodes[number].cpus) for device in described.devices)
+        return replace(
+            host, devices=devices, cpus=nodes[number].cpus, memory=described.memory
+        )
+
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        hosts = tuple(pool.map(describe, range(len(nodes))))
+    name = os.environ.get("SLURM_CLUSTER_NAME", SLURM)
+    return Cluster(sites=(Site(name=name, hosts=hosts),))
+
+
+def _confine(device: Device, cpus: int) -> Device:
+    """Return a device with at most the job's CPUs on its node, which Slurm may not confine it to."""
+    return device.but(threads=min(device.slot.threads, cpus))
+
+
+def enter_allocation(cluster: Cluster) -> Cluster:
+    """Return a cluster of `allocated_cluster`, made in an earlier job, with the nodes of this one.
+
+    Outside of a job it stays as it is. Raises Refusal (device-missing) where this job has fewer.
+    """
+    if not in_allocation():
+        return cluster
+    nodes = allocated_nodes()
+    hosts = cluster.hosts
+    if len(nodes) < len(hosts):
+        raise Refusal(
+            "device-missing",
+            what="the job has fewer nodes than the run was planned for",
+            where=f"Slurm job {os.environ['SLURM_JOB_ID']}",
+            fact=f"{len(nodes)} in the job, {len(hosts)} in the plan",
+            remedy=f"set slurm.nodes: {len(hosts):d}",
+            key="slurm.nodes",
+        )
+    addresses = dict(zip([host.name for host in hosts], _addresses(nodes), strict=False))
+    by_name = dict(zip(addresses, nodes, strict=False))
+
+    def enter(host: Host) -> Host:
+        is_first = host.name == hosts[0].name
+        words = () if is_first else by_name[host.name].enter
+        devices = tuple(device.but(enter=None) for device in host.devices)
+        return replace(
+            host,
+            devices=devices,
+            address=addresses[host.name],
+            enter=words,
+            python=sys.executable,
+            folder=None,
+        )
+
+    return cluster.with_hosts(enter)
+
+
+def _addresses(nodes: list[AllocatedNode]) -> list[str]:
+    """Return what other nodes connect to: the address that Slurm itself uses."""
+    facts = node_facts([node.name for node in nodes])
+    return [fact.get("NodeAddr", node.name) for fact, node in zip(facts, nodes, strict=True)]
+
+
+def list_step_commands() -> set[tuple[str, ...]]:
+    """List the commands that enter this job's nodes; none outside of a job."""
+    return {node.enter for node in allocated_nodes()} if in_allocation() else set()
+
+
+def record_job(run: RunFolder) -> None:
+    """Add this job to those that have trained the run, for its report."""
+    jobs = recorded_jobs(run)
+    number = os.environ["SLURM_JOB_ID"]
+    if number not in jobs:
+        save([*jobs, number], run.slurm_jobs)
+
+
+def recorded_jobs(run: RunFolder) -> list[str]:
+    """List the Slurm jobs that have trained a run."""
+    path = run.slurm_jobs
+    return load(path, list[str]) if path.exists() else []
+
+
+# -- outside of a job
+#   ------------------------------------------------------------------------------------------------
+
+
+def offered_cluster(config: SlurmConfig) -> Cluster:
+    """Return the nodes that a job of this config would get, by `sinfo` and the catalogue: nothing
+    is probed. Raises Refusal (launcher-unusable)."""
+    hosts = list[Host]()
+    for nodes in (config, *config.components):
+        node = _offered_host(nodes)
+        for _ in range(nodes.nodes):
+            hosts.append(replace(node, name=f"node{len(hosts)}"))
+    hosts[0] = replace(hosts[0], enter=())
+    return Cluster(sites=(Site(name=SLURM, hosts=tuple(hosts)),))
+
+
+def _offered_host(nodes: SlurmNodes) -> Host:
+    kinds = list_partition_nodes(nodes.partition)
+    if nodes.partition is None:
+        kinds = [kind for kind in kinds if kind.is_default] or kinds
+    wanted = nodes.gres or ("gpu" if nodes.gpus else "")
+    fitting = [kind for kind in kinds if _has_gres(kind.gres, wanted)]
+    if not fitting:
+        listed = ", ".join(f"{kind.partition}: {kind.gres or 'none'}" for kind in kinds)
+        raise Refusal(
+            "launcher-unusable",
+            what=f"no node of the partition has {wanted or 'anything'}",
+            where="run.yaml, key slurm.gres",
+            fact=f"GRES by sinfo: {listed or 'no nodes'}",
+            remedy="sinfo --format='%P %G', then set slurm.gres",
+            key="slurm.gres",
+        )
+    offered = fitting[0]
+    cpus = nodes.cpus or offered.cpus
+    if not wanted:
+        cpu = catalog.load_devices()["cpu-avx2"].device("cpu-avx2", offered.memory)
+        assert cpu is not None
+        devices = (cpu.but(threads=cpus),)
+    else:
+        devices = _gpus_of(offered.gres, nodes)
+    return Host(
+        name="node",
+        devices=devices,
+        cpus=cpus,
+        memory=offered.memory,
+        enter=("srun",),
+        python=sys.executable,
+    )
+
+
+def _has_gres(offered: str, wanted: str) -> bool:
+    """Return whether a node's GRES holds those of a `--gres`, by name and kind."""
+    has = {entry.split("(")[0].rpartition(":")[0] for entry in offered.split(",")}
+    names = {entry.split(":")[0] for entry in has}
+    for entry in filter(None, wanted.split(",")):
+        words = [word for word in entry.split(":") if not word.isdecimal()]
+        if len(words) == 1 and words[0] not in names:
+            return False
+        if len(words) > 1 and ":".join(words) not in has:
+            return False
+    return True
+
+
+def _gpus_of(offered: str, nodes: SlurmNodes) -> tuple[Device, ...]:
+    """Return the GPUs of a node by the catalogue. Raises Refusal (launcher-unusable) for a kind
+    that it lacks."""
+    wanted = (nodes.gres or "gpu").split(",")[0].split(":")
+    asked_kind = next((word for word in wanted[1:] if not word.isdecimal()), None)
+    count = next((int(word) for word in wanted[1:] if word.isdecimal()), nodes.gpus or 1)
+    names = [nodes.kind] if nodes.kind else []
+    for entry in offered.split(","):
+        match = GPU_GRES.match(entry)
+        if match and match["kind"] and asked_kind in (None, match["kind"]):
+            names.append(match["kind"])
+    catalogue = catalog.load_devices()
+    like = list[str]()
+    for name in names:
+        kind = catalog.find_kind_of_label(name)
+        device = catalogue[kind].device(kind) if kind else None
+        if device is not None:
+            return (device,) * count
+        like += [known for known in catalogue if known.startswith(f"{name.lower()}-")]
+    raise Refusal(
+        "launcher-unusable",
+        what="the GRES of these nodes does not name a kind of the catalogue",
+        where="run.yaml, key slurm.kind",
+        fact=f"it is {offered or 'none'}",
+        remedy=f"set slurm.kind: {' or '.join(like) or 'a kind of farspan/catalog/devices.yaml'}",
+        key="slurm.kind",
+    )

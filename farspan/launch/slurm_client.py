@@ -1,0 +1,321 @@
+"""Slurm's own commands: submitting a script, what the queue says of a job, and what it used.
+
+All of it goes through `sbatch`, `squeue`, `sinfo`, `scontrol` and `sacct` of Slurm 21.08 and newer.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Sequence
+
+import msgspec
+
+from farspan.domain.problems import Refusal
+
+#: Slurm's own commands give up on a silent controller after some tens of seconds.
+CLIENT_TIMEOUT_S = 120.0
+#: Text of Slurm's errors (slurm_errno.c), what is refused, the key of run.yaml, and the command
+#: that lists what there is.
+REFUSALS = (
+    ("invalid partition", "partition", "sinfo --format='%P %l %G'"),
+    ("Invalid account", "account", "sacctmgr show associations user=$USER format=account,partition"),
+    ("Invalid qos", "qos", "sacctmgr show associations user=$USER format=account,qos"),
+    ("Invalid generic resource", "gres", "sinfo --format='%P %G'"),
+    ("Invalid feature", "constraint", "sinfo --format='%P %f'"),
+    ("time limit", "time", "sinfo --format='%P %l'"),
+    ("Invalid --mem", "memory", "sinfo --format='%P %m'"),
+    ("Memory specification", "memory", "sinfo --format='%P %m'"),
+    ("CPU count per node", "cpus", "sinfo --format='%P %c'"),
+    ("Node count specification", "nodes", "sinfo --format='%P %D'"),
+    ("node configuration is not available", "nodes", "sinfo --format='%P %D %c %m %G'"),
+)
+#: States of jobs (squeue(1)) that have not ended.
+LIVE_STATES = frozenset(
+    {
+        "PENDING",
+        "RUNNING",
+        "SUSPENDED",
+        "CONFIGURING",
+        "COMPLETING",
+        "STOPPED",
+        "REQUEUED",
+        "REQUEUE_FED",
+        "REQUEUE_HOLD",
+        "RESIZING",
+        "SIGNALING",
+        "STAGE_OUT",
+    }
+)
+
+
+class QueuedJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A job as the queue shows it; `reason` is why it does not run, else `None`."""
+
+    id: str
+    state: str
+    reason: str
+    #: The folder that it runs in.
+    workdir: str
+    #: When it was submitted, and when it is predicted to start (`N/A` where nothing is known).
+    submitted: str
+    starts: str
+
+    def __str__(self) -> str:
+        text = f"job {self.id}: {self.state}"
+        if self.state == "PENDING":
+            text += f" ({self.reason}), since {self.submitted}"
+            if self.starts != "N/A":
+                text += f", predicted to start {self.starts}"
+        return text
+
+
+def has_slurm() -> bool:
+    """Return whether Slurm's commands are here."""
+    from shutil import which
+
+    return which("sbatch") is not None
+
+
+def require_slurm() -> None:
+    """Refuse where Slurm's commands are not here."""
+    if not has_slurm():
+        raise Refusal(
+            "launcher-unusable",
+            what="there is no sbatch on this machine",
+            where="PATH",
+            fact="Slurm's commands are on the login nodes of a cluster",
+            remedy="module load slurm, or the same command on a login node",
+        )
+
+
+def submit_script(script: str) -> str:
+    """Submit a script; return the job's number. Raises Refusal (launcher-unusable) with Slurm's
+    reason."""
+    done = _run_client(["sbatch", "--parsable"], given=script)
+    if done.returncode:
+        raise _explain_refusal(done.stderr)
+    return done.stdout.strip().partition(";")[0]
+
+
+def check_script(script: str) -> str:
+    """Have Slurm check a script without submitting it; return what it says of the start. Raises
+    Refusal (launcher-unusable)."""
+    done = _run_client(["sbatch", "--test-only"], given=script)
+    if done.returncode:
+        raise _explain_refusal(done.stderr)
+    return done.stderr.strip()
+
+
+def list_jobs(name: str) -> list[QueuedJob]:
+    """List this user's jobs of a name that have not ended."""
+    form = "%i|%T|%r|%V|%S|%Z"
+    done = _run_client(["squeue", "--me", "--noheader", f"--name={name}", f"--format={form}"])
+    return _parse_jobs(done)
+
+
+def find_job(number: str) -> QueuedJob | None:
+    """Return a job that has not ended; None of one that has."""
+    form = "%i|%T|%r|%V|%S|%Z"
+    done = _run_client(["squeue", "--noheader", f"--jobs={number}", f"--format={form}"])
+    jobs = [] if "Invalid job id" in done.stderr else _parse_jobs(done)
+    return jobs[0] if jobs else None
+
+
+def _parse_jobs(done: subprocess.CompletedProcess[str]) -> list[QueuedJob]:
+    if done.returncode:
+        raise _no_answer("squeue", done.stderr)
+    jobs = []
+    for line in done.stdout.splitlines():
+        number, state, reason, submitted, starts, workdir = line.split("|", 5)
+        if state in LIVE_STATES:
+            jobs.append(
+                QueuedJob(
+                    id=number,
+                    state=state,
+                    reason=reason,
+                    workdir=workdir,
+                    submitted=submitted,
+                    starts=starts,
+                )
+            )
+    return jobs
+
+
+def node_facts(nodes: Sequence[str]) -> list[dict[str, str]]:
+    """Return what `scontrol show node` says of each node, by key."""
+    facts = []
+    for node in nodes:
+        done = _run_client(["scontrol", "--oneliner", "show", "node", node])
+        if done.returncode:
+            raise _no_answer("scontrol", done.stdout + done.stderr)
+        facts.append(dict(re.findall(r"(\w+)=(\S*)", done.stdout)))
+    return facts
+
+
+def expand_nodes(names: str) -> list[str]:
+    """Return the nodes of Slurm's short form, `n[0-3]`."""
+    done = _run_client(["scontrol", "show", "hostnames", names])
+    if done.returncode:
+        raise _no_answer("scontrol", done.stderr)
+    return done.stdout.split()
+
+
+class PartitionNodes(msgspec.Struct, frozen=True, kw_only=True):
+    """Nodes of one kind in a partition: each one's CPUs, bytes of memory, and GRES."""
+
+    partition: str
+    is_default: bool
+    count: int
+    cpus: int
+    memory: int
+    gres: str
+
+
+def list_partition_nodes(partition: str | None) -> list[PartitionNodes]:
+    """List the nodes of a partition, or of all, by kind."""
+    words = ["sinfo", "--noheader", "--exact", "--format=%P|%D|%c|%m|%G"]
+    if partition is not None:
+        words.append(f"--partition={partition}")
+    done = _run_client(words)
+    if done.returncode:
+        raise _no_answer("sinfo", done.stderr)
+    kinds = []
+    for line in done.stdout.splitlines():
+        name, count, cpus, memory, gres = line.split("|", 4)
+        kinds.append(
+            PartitionNodes(
+                partition=name.rstrip("*"),
+                is_default=name.endswith("*"),
+                count=int(count),
+                cpus=int(cpus.rstrip("+")),
+                memory=int(memory.rstrip("+")) * 2**20,
+                gres="" if gres == "(null)" else gres,
+            )
+        )
+    return kinds
+
+
+def _run_client(
+    words: Sequence[str], given: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    require_slurm()
+    try:
+        return subprocess.run(
+            words,
+            input=given,
+            stdin=None if given is not None else subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=CLIENT_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise _no_answer(words[0], f"no answer within {CLIENT_TIMEOUT_S:.0f} s") from None
+    except FileNotFoundError:
+        raise _no_answer(words[0], "it is not on PATH") from None
+
+
+def _no_answer(client: str, message: str) -> Refusal:
+    return Refusal(
+        "launcher-unusable",
+        what=f"Slurm does not answer {client}",
+        where=client,
+        fact=_last_line(message),
+        remedy="scontrol ping",
+    )
+
+
+def _explain_refusal(message: str) -> Refusal:
+    """Return the refusal of a job, with the key of run.yaml that Slurm's message is about."""
+    fact = _last_line(message)
+    for sign, key, listing in REFUSALS:
+        if sign.lower() in message.lower():
+            return Refusal(
+                "launcher-unusable",
+                what=f"Slurm refuses the job's {key}",
+                where=f"run.yaml, key slurm.{key}",
+                fact=fact,
+                remedy=f"{listing}, then set slurm.{key}",
+                key=f"slurm.{key}",
+            )
+    return Refusal(
+        "launcher-unusable",
+        what="Slurm refuses the job",
+        where="sbatch",
+        fact=fact,
+        remedy="farspan slurm run.yaml --print > job.sbatch && sbatch --test-only job.sbatch",
+    )
+
+
+def _last_line(message: str) -> str:
+    """Return what Slurm printed, without its prefixes, on one line."""
+    lines = [re.sub(r"^\w+: (error: )?", "", line) for line in message.strip().splitlines()]
+    return "; ".join(dict.fromkeys(lines))[-400:] or "it printed nothing"
+
+
+class Accounting(msgspec.Struct, frozen=True, kw_only=True):
+    """What jobs used, by `sacct`: all their starts together, seconds, bytes and joules; None where
+    Slurm does not record it."""
+
+    jobs: int
+    starts: int
+    elapsed_s: float
+    cpu_s: float
+    memory_bytes: int | None
+    energy_j: float | None
+
+
+def read_accounting(jobs: Sequence[str]) -> Accounting | None:
+    """Return what jobs used; None where there is no accounting, or no Slurm, here."""
+    if not jobs or not has_slurm():
+        return None
+    fields = "JobID,ElapsedRaw,CPUTimeRAW,TotalCPU,MaxRSS,ConsumedEnergyRaw"
+    words = ["sacct", "--duplicates", "--noheader", "--parsable2", "--noconvert"]
+    try:
+        done = _run_client([*words, f"--jobs={','.join(jobs)}", f"--format={fields}"])
+    except Refusal:
+        return None
+    return None if done.returncode else parse_accounting(done.stdout)
+
+
+def parse_accounting(text: str) -> Accounting | None:
+    """Parse what sacct printed: a line a job, which sums up its steps, and a line a step. None
+    where no job is there."""
+    names = set[str]()
+    starts = 0
+    elapsed_s = cpu_s = 0.0
+    memory = list[int]()
+    energy = list[float]()
+    for line in text.splitlines():
+        name, elapsed, _, cpu, peak, joules = line.split("|")
+        is_step = "." in name
+        if peak and (number := re.fullmatch(r"(\d+)([KMGT]?)", peak)):
+            memory.append(int(number[1]) * 1024 ** " KMGT".index(number[2] or " "))
+        if is_step:
+            continue
+        names.add(name.partition("+")[0])
+        starts += 1
+        elapsed_s += float(elapsed or 0)
+        cpu_s += parse_cpu_time(cpu)
+        if joules.isdigit() and int(joules) > 0:
+            energy.append(float(joules))
+    if not starts:
+        return None
+    return Accounting(
+        jobs=len(names),
+        starts=starts,
+        elapsed_s=elapsed_s,
+        cpu_s=cpu_s,
+        memory_bytes=max(memory, default=None),
+        energy_j=sum(energy) if energy else None,
+    )
+
+
+def parse_cpu_time(text: str) -> float:
+    """Parse `[DD-[HH:]]MM:SS[.MS]` as seconds."""
+    days, _, clock = text.rpartition("-")
+    seconds = 0.0
+    for part in clock.split(":"):
+        seconds = seconds * 60 + float(part or 0)
+    return seconds + 86400 * int(days or 0)

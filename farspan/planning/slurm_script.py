@@ -1,0 +1,224 @@
+"""The sbatch script of a run: it trains until the run is finished, in as many jobs as that takes.
+
+Options are those of Slurm 21.08 and newer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from farspan.domain.config import SlurmConfig, SlurmNodes
+from farspan.domain.escapes import shell_line
+from farspan.domain.problems import Refusal
+from farspan.domain.run import RunFolder
+from farspan.domain.units import format_seconds, parse_duration
+from farspan.planning.quantities import out_of_range, parse_positive, setting_remedy
+
+#: Slurm sends the notice up to this much earlier than asked for (sbatch(1), --signal).
+NOTICE_RESOLUTION_S = 60.0
+#: What --signal takes at most, seconds.
+MAX_NOTICE_S = 65535.0
+#: Keys of `SlurmNodes` and `SlurmConfig` that are an option of sbatch, with its name.
+NODE_OPTIONS = {
+    "partition": "partition",
+    "constraint": "constraint",
+    "nodes": "nodes",
+    "gpus": "gpus-per-node",
+    "gres": "gres",
+    "cpus": "cpus-per-task",
+    "memory": "mem",
+}
+JOB_OPTIONS = {"account": "account", "qos": "qos"}
+#: What libraries that fetch from the hub read.
+OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
+
+#: USR1 comes before the job's limit: the run saves, and the job goes back into the queue. TERM comes
+#: when the job is cancelled or preempted; Slurm sends it to every process of the job, and puts a
+#: preempted job back itself. A job that saved nothing new would go round for ever.
+TRAINING = """\
+export PYTHONUNBUFFERED=1
+newest_checkpoint() {{ ls {checkpoints} 2>/dev/null | grep '^step-[0-9]*$' | tail -n 1; }}
+before=$(newest_checkpoint)
+noticed= signalled=1 job=
+trap 'signalled=1 noticed=1; [ -z "$job" ] || kill -TERM "$job"' USR1
+trap 'signalled=1' TERM
+
+if [ -e {plan} ]; then
+    {resume} &
+else
+    {train} &
+fi
+job=$!
+while [ -n "$signalled" ]; do
+    signalled=
+    wait "$job"
+    code=$?
+done
+
+if [ -n "$noticed" ] && [ "$code" -ne 0 ]; then
+    if [ "$(newest_checkpoint)" = "$before" ]; then
+        echo "farspan: this job saved nothing: raise slurm.time, now {time}" >&2
+        exit "$code"
+    fi
+    echo "farspan: saved before the limit of the job, which goes back into the queue"
+    scontrol requeue "$SLURM_JOB_ID" && sleep 60
+    echo "farspan: it cannot be requeued; to go on: farspan slurm" >&2
+fi
+exit "$code"
+"""
+
+
+def write_training_script(
+    config: SlurmConfig,
+    run: RunFolder,
+    *,
+    farspan: Sequence[str],
+    train: Sequence[object],
+    workdir: Path,
+) -> str:
+    """Return the script that trains `run`; `farspan` is the command, `train` the words after it
+    that begin the run. Raises Refusal (out-of-range)."""
+    path = run.path.absolute()
+    log = path.with_name(f"{path.name}.slurm.log")
+    limit_s = job_limit_s(config)
+    head = [
+        f"#SBATCH --job-name={job_name(path.name)}",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        *_signal_lines(config, limit_s),
+    ]
+    body = TRAINING.format(
+        checkpoints=shell_line(path / "checkpoints"),
+        plan=shell_line(path / "plan.json"),
+        resume=shell_line(*farspan, "resume", path),
+        train=shell_line(*farspan, *train),
+        time="the partition's" if limit_s is None else format_seconds(limit_s),
+    )
+    return _assemble(config, head, log, workdir, limit_s, body)
+
+
+def write_command_script(
+    config: SlurmConfig, name: str, words: Sequence[object], *, log: Path, workdir: Path
+) -> str:
+    """Return the script of a job that runs one command."""
+    head = [f"#SBATCH --job-name={job_name(name)}"]
+    body = f"exec {shell_line(*words)}\n"
+    return _assemble(config, head, log, workdir, job_limit_s(config), body)
+
+
+def _assemble(
+    config: SlurmConfig,
+    head: Sequence[str],
+    log: Path,
+    workdir: Path,
+    limit_s: float | None,
+    body: str,
+) -> str:
+    lines = ["#!/bin/bash -l", *head]
+    lines.append(f"#SBATCH --output={_file_option(log)}")
+    lines.append(f"#SBATCH --chdir={_file_option(workdir)}")
+    if limit_s is not None:
+        lines.append(f"#SBATCH --time={_slurm_time(limit_s)}")
+    lines += _options(config, JOB_OPTIONS)
+    lines += _node_lines(config, "slurm")
+    for number, component in enumerate(config.components):
+        lines.append("#SBATCH hetjob")
+        lines += _node_lines(component, f"slurm.components[{number}]")
+    lines += ["", *_setup_lines(config), body]
+    return "\n".join(lines)
+
+
+def _node_lines(nodes: SlurmNodes, key: str) -> Iterator[str]:
+    if nodes.gpus is not None and nodes.gres is not None:
+        raise Refusal(
+            "out-of-range",
+            what=f"{key}.gpus and {key}.gres are two answers to one question",
+            where=f"run.yaml, key {key}.gres",
+            fact=f"gpus is {nodes.gpus}, gres is {nodes.gres}",
+            remedy=f"leave {key}.gpus out",
+            key=f"{key}.gres",
+        )
+    yield from _options(nodes, NODE_OPTIONS)
+    yield "#SBATCH --ntasks-per-node=1"
+    for option in nodes.options:
+        yield f"#SBATCH {option}"
+
+
+def _options(source: SlurmNodes, names: dict[str, str]) -> Iterator[str]:
+    for key, option in names.items():
+        value = getattr(source, key)
+        if value is not None:
+            yield f"#SBATCH --{option}={value}"
+
+
+def _setup_lines(config: SlurmConfig) -> Iterator[str]:
+    if config.modules:
+        yield f"module load {shell_line(*config.modules)} || exit 1"
+    if config.conda is not None:
+        yield 'eval "$(conda shell.bash hook)" || exit 1'
+        yield f"conda activate {shell_line(config.conda)} || exit 1"
+    if config.offline:
+        yield f"export {' '.join(f'{name}=1' for name in OFFLINE)}"
+    yield from config.setup
+
+
+def job_limit_s(config: SlurmConfig) -> float | None:
+    """Return the seconds that one job may take; None is as the partition has it."""
+    if config.time is None:
+        return None
+    return parse_positive(parse_duration, config.time, "slurm.time", "4h")
+
+
+def _signal_lines(config: SlurmConfig, limit_s: float | None) -> Iterator[str]:
+    """Yield the option that announces the limit. Refuses a notice that would come when the job
+    starts."""
+    notice_s = parse_positive(parse_duration, config.notice, "slurm.notice", "3m")
+    if notice_s > MAX_NOTICE_S:
+        raise out_of_range(
+            "slurm.notice",
+            config.notice,
+            "Slurm takes at most 18 hours",
+            setting_remedy("slurm.notice", "3m"),
+        )
+    if limit_s is not None and notice_s + NOTICE_RESOLUTION_S >= limit_s:
+        raise Refusal(
+            "out-of-range",
+            what=f"slurm.time = {config.time} leaves no time to train",
+            where="run.yaml, key slurm.time",
+            fact=(
+                f"the run saves {format_seconds(notice_s)} before the limit, and Slurm gives notice "
+                f"up to {format_seconds(NOTICE_RESOLUTION_S)} earlier"
+            ),
+            remedy="set slurm.time: 1h, or a shorter slurm.notice",
+            key="slurm.time",
+        )
+    yield f"#SBATCH --signal=B:USR1@{notice_s:.0f}"
+
+
+def job_name(name: str) -> str:
+    """Return the name of a run's jobs in the queue."""
+    plain = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in name)
+    return f"farspan-{plain}"
+
+
+def _slurm_time(seconds: float) -> str:
+    """Format days-hours:minutes:seconds, whole seconds."""
+    minutes, rest = divmod(max(1, int(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{days}-{hours:02}:{minutes:02}:{rest:02}"
+
+
+def _file_option(path: Path) -> str:
+    """Quote a path as sbatch reads it in a script. In the name of a log `%` begins a variable."""
+    text = str(path)
+    if any(letter in text for letter in '"\\\n\r%'):
+        raise Refusal(
+            "path-unusable",
+            what="the path of a Slurm job cannot have such a name",
+            where=path,
+            fact="sbatch reads quotes, backslashes, % and line breaks otherwise",
+            remedy="farspan slurm run.yaml --run FOLDER, with a plain name",
+        )
+    return f'"{text}"' if " " in text or "'" in text or "#" in text else text
