@@ -24,6 +24,7 @@ from farspan.domain.run import RunFolder
 from farspan.domain.struct_files import load_yaml, write_atomically
 
 if TYPE_CHECKING:
+    from farspan.launch.slurm_accounting import Accounting
     from farspan.report.compare import Comparison, Versus
     from farspan.report.history import RunHistory
 
@@ -40,11 +41,14 @@ class Report:
     measurement: Measurement | None
     compared: Comparison | None
     page: Path
+    #: What its Slurm jobs used; None of other runs, and where Slurm keeps no accounts.
+    accounting: Accounting | None = None
 
     def __str__(self) -> str:
         from farspan.report.text import run_report
 
-        return run_report(self.run, self.compared)
+        text = run_report(self.run, self.compared)
+        return text if self.accounting is None else f"{text}\n\n{self.accounting}"
 
     def __repr__(self) -> str:
         from farspan.report.run_endings import ending
@@ -63,6 +67,8 @@ class Report:
 def write_report(path: Path, *, page: bool = True) -> Report:
     """Return the report of the run in a folder; its page is written unless it is there already and
     is not asked for. Raises Refusal (run-untrusted) for a page in a run of foreign links."""
+    from farspan.launch.slurm_accounting import read_accounting
+    from farspan.launch.slurm_allocation import recorded_jobs
     from farspan.launch.trust import require_own_links
     from farspan.report.compare import compare_to_prediction
     from farspan.report.history import open_run
@@ -85,7 +91,14 @@ def write_report(path: Path, *, page: bool = True) -> Report:
             again = _describe_replan(run, rank_slowdowns, link_slowdowns)
         compared = replace(compared, again=again)
     where = write_page(run, compared) if page else RunFolder(path).report
-    return Report(run=run, measurement=measure_run(run), compared=compared, page=where)
+    accounting = read_accounting(recorded_jobs(RunFolder(path)))
+    return Report(
+        run=run,
+        measurement=measure_run(run),
+        compared=compared,
+        page=where,
+        accounting=accounting,
+    )
 
 
 class ChartPicture(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,13 +19,11 @@ from farspan.domain.interpreter import module_command
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder
 from farspan.domain.struct_files import write_atomically
-from farspan.launch.slurm_allocation import SLURM, recorded_jobs
+from farspan.launch.slurm_allocation import SLURM
 from farspan.launch.slurm_client import (
-    Accounting,
     QueuedJob,
     find_job,
     list_jobs,
-    read_accounting,
     require_slurm,
     submit_script,
 )
@@ -156,8 +154,3 @@ def follow_job(number: str, progress: Progress) -> None:
             progress(Note(shown))
         time.sleep(QUEUE_POLL_S)
     progress(Note(f"job {number} has ended"))
-
-
-def run_accounting(run: RunFolder) -> Accounting | None:
-    """Return what the Slurm jobs of a run used; None of other runs, and without accounting."""
-    return read_accounting(recorded_jobs(run))

@@ -11,4 +11,6 @@ def print_result(report: Report, console: Console) -> None:
     from farspan.report.text import run_summary
 
     console.write_facts(run_summary(report.run, report.compared))
+    if report.accounting is not None:
+        console.write_line(str(report.accounting))
     console.write_line(f"report: {report.page}")

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from farspan.domain import catalog
 from farspan.domain.cluster import Cluster, Device, Host, Site
 from farspan.domain.config import SlurmConfig, SlurmNodes
-from farspan.domain.problems import Refusal
+from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder
 from farspan.domain.struct_files import load, save
 from farspan.launch.probe_client import Probe
@@ -55,8 +55,7 @@ def in_allocation() -> bool:
 
 
 def allocated_nodes() -> list[AllocatedNode]:
-    """List the nodes of this job, this one first. Raises Refusal outside of a job."""
-    require_allocation(SLURM)
+    """List the nodes of this job, this one first."""
     size = os.environ.get("SLURM_HET_SIZE")
     if size is None:
         return _component_nodes("", None)
@@ -83,15 +82,15 @@ def _expand_counts(text: str) -> list[int]:
     return counts
 
 
-def require_allocation(run: object) -> None:
-    """Refuse what only a job can do. Raises Refusal (launcher-unusable)."""
+def require_allocation(run: RunFolder) -> None:
+    """Refuse to train outside of a job. Raises Refusal (launcher-unusable)."""
     if not in_allocation():
         raise Refusal(
             "launcher-unusable",
             what="the launcher slurm works inside a Slurm job",
-            where=run,
+            where=run.path,
             fact="SLURM_JOB_ID is not set: this is no job",
-            remedy="farspan slurm run.yaml, which submits one",
+            remedy=command("slurm", run.config, "--run", run.path),
         )
 
 
@@ -113,9 +112,7 @@ def allocated_cluster(backend: str, workers: int | None) -> Cluster:
         with Probe(host) as probe:
             described = probe.describe_devices(backend, limit).hosts[0]
         devices = tuple(_confine(device, nodes[number].cpus) for device in described.devices)
-        return replace(
-            host, devices=devices, cpus=nodes[number].cpus, memory=described.memory
-        )
+        return replace(host, devices=devices, cpus=nodes[number].cpus, memory=described.memory)
 
     with ThreadPoolExecutor(len(nodes)) as pool:
         hosts = tuple(pool.map(describe, range(len(nodes))))
@@ -169,11 +166,6 @@ def _addresses(nodes: list[AllocatedNode]) -> list[str]:
     """Return what other nodes connect to: the address that Slurm itself uses."""
     facts = node_facts([node.name for node in nodes])
     return [fact.get("NodeAddr", node.name) for fact, node in zip(facts, nodes, strict=True)]
-
-
-def list_step_commands() -> set[tuple[str, ...]]:
-    """List the commands that enter this job's nodes; none outside of a job."""
-    return {node.enter for node in allocated_nodes()} if in_allocation() else set()
 
 
 def record_job(run: RunFolder) -> None:

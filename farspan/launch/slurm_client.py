@@ -1,6 +1,6 @@
-"""Slurm's own commands: submitting a script, what the queue says of a job, and what it used.
+"""Slurm's own commands: submitting a script, what the queue says of a job, and what nodes there are.
 
-All of it goes through `sbatch`, `squeue`, `sinfo`, `scontrol` and `sacct` of Slurm 21.08 and newer.
+All of it goes through `sbatch`, `squeue`, `sinfo` and `scontrol` of Slurm 21.08 and newer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ CLIENT_TIMEOUT_S = 120.0
 #: that lists what there is.
 REFUSALS = (
     ("invalid partition", "partition", "sinfo --format='%P %l %G'"),
-    ("Invalid account", "account", "sacctmgr show associations user=$USER format=account,partition"),
+    (
+        "Invalid account",
+        "account",
+        "sacctmgr show associations user=$USER format=account,partition",
+    ),
     ("Invalid qos", "qos", "sacctmgr show associations user=$USER format=account,qos"),
     ("Invalid generic resource", "gres", "sinfo --format='%P %G'"),
     ("Invalid feature", "constraint", "sinfo --format='%P %f'"),
@@ -92,7 +96,7 @@ def require_slurm() -> None:
 def submit_script(script: str) -> str:
     """Submit a script; return the job's number. Raises Refusal (launcher-unusable) with Slurm's
     reason."""
-    done = _run_client(["sbatch", "--parsable"], given=script)
+    done = run_client(["sbatch", "--parsable"], given=script)
     if done.returncode:
         raise _explain_refusal(done.stderr)
     return done.stdout.strip().partition(";")[0]
@@ -101,7 +105,7 @@ def submit_script(script: str) -> str:
 def check_script(script: str) -> str:
     """Have Slurm check a script without submitting it; return what it says of the start. Raises
     Refusal (launcher-unusable)."""
-    done = _run_client(["sbatch", "--test-only"], given=script)
+    done = run_client(["sbatch", "--test-only"], given=script)
     if done.returncode:
         raise _explain_refusal(done.stderr)
     return done.stderr.strip()
@@ -110,14 +114,14 @@ def check_script(script: str) -> str:
 def list_jobs(name: str) -> list[QueuedJob]:
     """List this user's jobs of a name that have not ended."""
     form = "%i|%T|%r|%V|%S|%Z"
-    done = _run_client(["squeue", "--me", "--noheader", f"--name={name}", f"--format={form}"])
+    done = run_client(["squeue", "--me", "--noheader", f"--name={name}", f"--format={form}"])
     return _parse_jobs(done)
 
 
 def find_job(number: str) -> QueuedJob | None:
     """Return a job that has not ended; None of one that has."""
     form = "%i|%T|%r|%V|%S|%Z"
-    done = _run_client(["squeue", "--noheader", f"--jobs={number}", f"--format={form}"])
+    done = run_client(["squeue", "--noheader", f"--jobs={number}", f"--format={form}"])
     jobs = [] if "Invalid job id" in done.stderr else _parse_jobs(done)
     return jobs[0] if jobs else None
 
@@ -146,7 +150,7 @@ def node_facts(nodes: Sequence[str]) -> list[dict[str, str]]:
     """Return what `scontrol show node` says of each node, by key."""
     facts = []
     for node in nodes:
-        done = _run_client(["scontrol", "--oneliner", "show", "node", node])
+        done = run_client(["scontrol", "--oneliner", "show", "node", node])
         if done.returncode:
             raise _no_answer("scontrol", done.stdout + done.stderr)
         facts.append(dict(re.findall(r"(\w+)=(\S*)", done.stdout)))
@@ -155,7 +159,7 @@ def node_facts(nodes: Sequence[str]) -> list[dict[str, str]]:
 
 def expand_nodes(names: str) -> list[str]:
     """Return the nodes of Slurm's short form, `n[0-3]`."""
-    done = _run_client(["scontrol", "show", "hostnames", names])
+    done = run_client(["scontrol", "show", "hostnames", names])
     if done.returncode:
         raise _no_answer("scontrol", done.stderr)
     return done.stdout.split()
@@ -177,7 +181,7 @@ def list_partition_nodes(partition: str | None) -> list[PartitionNodes]:
     words = ["sinfo", "--noheader", "--exact", "--format=%P|%D|%c|%m|%G"]
     if partition is not None:
         words.append(f"--partition={partition}")
-    done = _run_client(words)
+    done = run_client(words)
     if done.returncode:
         raise _no_answer("sinfo", done.stderr)
     kinds = []
@@ -196,9 +200,7 @@ def list_partition_nodes(partition: str | None) -> list[PartitionNodes]:
     return kinds
 
 
-def _run_client(
-    words: Sequence[str], given: str | None = None
-) -> subprocess.CompletedProcess[str]:
+def run_client(words: Sequence[str], given: str | None = None) -> subprocess.CompletedProcess[str]:
     require_slurm()
     try:
         return subprocess.run(
@@ -252,70 +254,3 @@ def _last_line(message: str) -> str:
     """Return what Slurm printed, without its prefixes, on one line."""
     lines = [re.sub(r"^\w+: (error: )?", "", line) for line in message.strip().splitlines()]
     return "; ".join(dict.fromkeys(lines))[-400:] or "it printed nothing"
-
-
-class Accounting(msgspec.Struct, frozen=True, kw_only=True):
-    """What jobs used, by `sacct`: all their starts together, seconds, bytes and joules; None where
-    Slurm does not record it."""
-
-    jobs: int
-    starts: int
-    elapsed_s: float
-    cpu_s: float
-    memory_bytes: int | None
-    energy_j: float | None
-
-
-def read_accounting(jobs: Sequence[str]) -> Accounting | None:
-    """Return what jobs used; None where there is no accounting, or no Slurm, here."""
-    if not jobs or not has_slurm():
-        return None
-    fields = "JobID,ElapsedRaw,CPUTimeRAW,TotalCPU,MaxRSS,ConsumedEnergyRaw"
-    words = ["sacct", "--duplicates", "--noheader", "--parsable2", "--noconvert"]
-    try:
-        done = _run_client([*words, f"--jobs={','.join(jobs)}", f"--format={fields}"])
-    except Refusal:
-        return None
-    return None if done.returncode else parse_accounting(done.stdout)
-
-
-def parse_accounting(text: str) -> Accounting | None:
-    """Parse what sacct printed: a line a job, which sums up its steps, and a line a step. None
-    where no job is there."""
-    names = set[str]()
-    starts = 0
-    elapsed_s = cpu_s = 0.0
-    memory = list[int]()
-    energy = list[float]()
-    for line in text.splitlines():
-        name, elapsed, _, cpu, peak, joules = line.split("|")
-        is_step = "." in name
-        if peak and (number := re.fullmatch(r"(\d+)([KMGT]?)", peak)):
-            memory.append(int(number[1]) * 1024 ** " KMGT".index(number[2] or " "))
-        if is_step:
-            continue
-        names.add(name.partition("+")[0])
-        starts += 1
-        elapsed_s += float(elapsed or 0)
-        cpu_s += parse_cpu_time(cpu)
-        if joules.isdigit() and int(joules) > 0:
-            energy.append(float(joules))
-    if not starts:
-        return None
-    return Accounting(
-        jobs=len(names),
-        starts=starts,
-        elapsed_s=elapsed_s,
-        cpu_s=cpu_s,
-        memory_bytes=max(memory, default=None),
-        energy_j=sum(energy) if energy else None,
-    )
-
-
-def parse_cpu_time(text: str) -> float:
-    """Parse `[DD-[HH:]]MM:SS[.MS]` as seconds."""
-    days, _, clock = text.rpartition("-")
-    seconds = 0.0
-    for part in clock.split(":"):
-        seconds = seconds * 60 + float(part or 0)
-    return seconds + 86400 * int(days or 0)

@@ -39,6 +39,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
         "page": str(report.page),
         "measurement": report.measurement,
     }
+    if report.accounting is not None:
+        answer["slurm"] = report.accounting
     if report.compared is not None:
         print_drawing(draw_timeline(report.compared, text_width()), console)
         console.write_line()

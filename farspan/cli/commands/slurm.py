@@ -6,8 +6,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import msgspec
-
 from farspan.app.configs import default_name
 from farspan.cli.arguments import load_config, takes_config, words_again
 from farspan.cli.console import Console
@@ -64,6 +62,11 @@ def run(given: argparse.Namespace, console: Console) -> None:
         console.write_line(f"save and end: {shell_line('scancel', submitted.id)}")
         if given.follow:
             slurm_jobs.follow_job(submitted.id, show)
-    answer = msgspec.to_builtins(submitted)
-    answer |= {"script": str(submitted.script), "log": str(submitted.log)}
-    console.answer(answer)
+    console.answer(
+        {
+            "job": submitted.id,
+            "script": str(submitted.script),
+            "log": str(submitted.log),
+            "queued": submitted.queued,
+        }
+    )

@@ -12,6 +12,6 @@ from farspan.launch.slurm_allocation import record_job, require_allocation
 
 class Launch(local.Launch):
     def start(self) -> Iterator[Process]:
-        require_allocation(self.run.path)
+        require_allocation(self.run)
         record_job(self.run)
         yield from super().start()
