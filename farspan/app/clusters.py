@@ -131,7 +131,7 @@ def require_installed(cluster: Cluster, name: str) -> None:
 
 
 def _slurm_cluster(config: RunConfig) -> Cluster:
-    """Return the nodes of this Slurm job, of which a cluster file may have the measured figures;
+    """Return the nodes of this Slurm job, with the figures of a cluster file if one is given;
     outside of a job those that it would get."""
     from farspan.launch import slurm_allocation
 

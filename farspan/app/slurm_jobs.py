@@ -1,4 +1,4 @@
-"""Runs as Slurm jobs: the script, its submission, and what the queue says of it."""
+"""Runs as Slurm jobs: the script, its submission, and its state in the queue."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ FIRST_LOOK_S = 10.0
 
 
 class Submitted(msgspec.Struct, frozen=True, kw_only=True):
-    """A job that was submitted, with its script and log; `queued` is what the queue says of it,
-    None of one that has ended."""
+    """A job that was submitted, with its script and log; `queued` is its state in the
+    queue, None of one that has ended."""
 
     id: str
     script: Path

@@ -178,7 +178,7 @@ class RunFolder:
         self.restored = path / ".restored"
         self.job = path / "job.json"
         #: The Slurm jobs that have trained the run.
-        self.slurm_jobs = path / "slurm.json"
+        self.slurm_jobs = path / "logs" / "slurm.json"
         self.seal = path / "seal"
         self.tensorboard = path / "tensorboard"
         self.report = path / "report.html"
@@ -198,7 +198,6 @@ class RunFolder:
             self.lock,
             self.epochs,
             self.job,
-            self.slurm_jobs,
             self.seal,
             self.report,
             self.fetch_lock,

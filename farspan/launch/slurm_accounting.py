@@ -25,10 +25,8 @@ class Accounting(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         jobs = f"{counted(self.jobs, 'Slurm job')} in {counted(self.starts, 'start')}"
-        facts = [
-            f"{format_seconds(self.elapsed_s)} elapsed",
-            f"{format_seconds(self.cpu_s)} of CPU",
-        ]
+        facts = [f"{format_seconds(self.elapsed_s)} elapsed"]
+        facts.append(f"{format_seconds(self.cpu_s)} of CPU")
         if self.memory_bytes is not None:
             facts.append(f"{format_bytes(self.memory_bytes)} at most in a step")
         if self.energy_j is not None:
@@ -37,7 +35,7 @@ class Accounting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_accounting(jobs: Sequence[str]) -> Accounting | None:
-    """Return what jobs used; None where there is no accounting, or no Slurm, here."""
+    """Read the usage of jobs; None where there is no accounting, or no Slurm, here."""
     if not jobs or not has_slurm():
         return None
     fields = "JobID,ElapsedRaw,TotalCPU,MaxRSS,ConsumedEnergyRaw"
@@ -52,7 +50,7 @@ def read_accounting(jobs: Sequence[str]) -> Accounting | None:
 def parse_accounting(text: str) -> Accounting | None:
     """Parse what sacct printed: a line a job, which sums up its steps, and a line a step. None
     where no job is there."""
-    names = set[str]()
+    numbers = set[str]()
     starts = 0
     elapsed_s = cpu_s = 0.0
     memory = list[int]()
@@ -64,7 +62,7 @@ def parse_accounting(text: str) -> Accounting | None:
             memory.append(int(number[1]) * 1024 ** " KMGT".index(number[2] or " "))
         if is_step:
             continue
-        names.add(name.partition("+")[0])
+        numbers.add(name.partition("+")[0])
         starts += 1
         elapsed_s += float(elapsed or 0)
         cpu_s += parse_cpu_time(cpu)
@@ -73,7 +71,7 @@ def parse_accounting(text: str) -> Accounting | None:
     if not starts:
         return None
     return Accounting(
-        jobs=len(names),
+        jobs=len(numbers),
         starts=starts,
         elapsed_s=elapsed_s,
         cpu_s=cpu_s,

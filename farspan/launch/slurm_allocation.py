@@ -1,8 +1,8 @@
 """The nodes of a Slurm job as a cluster: described inside the job, and outside of one as `sinfo`
 and the catalogue have them.
 
-Nodes are called by their place in the job, `node0` first: a job that was requeued has others, and
-the run goes on with those.
+Nodes are called by their place in the job, `node0` first: a job that was requeued may have others,
+and the run continues on those.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def allocated_nodes() -> list[AllocatedNode]:
 
 
 def _component_nodes(suffix: str, component: int | None) -> list[AllocatedNode]:
-    names = expand_nodes(os.environ[f"SLURM_JOB_NODELIST{suffix}"])
+    node_names = expand_nodes(os.environ[f"SLURM_JOB_NODELIST{suffix}"])
     cpus = _expand_counts(os.environ[f"SLURM_JOB_CPUS_PER_NODE{suffix}"])
     nodes = []
-    for place, (name, count) in enumerate(zip(names, cpus, strict=True)):
+    for place, (name, count) in enumerate(zip(node_names, cpus, strict=True)):
         nodes.append(AllocatedNode(name=name, place=place, component=component, cpus=count))
     return nodes
 
@@ -121,7 +121,7 @@ def allocated_cluster(backend: str, workers: int | None) -> Cluster:
 
 
 def _confine(device: Device, cpus: int) -> Device:
-    """Return a device with at most the job's CPUs on its node, which Slurm may not confine it to."""
+    """Return a device with at most the job's CPUs on its node: Slurm may not confine it."""
     return device.but(threads=min(device.slot.threads, cpus))
 
 
@@ -163,7 +163,7 @@ def enter_allocation(cluster: Cluster) -> Cluster:
 
 
 def _addresses(nodes: list[AllocatedNode]) -> list[str]:
-    """Return what other nodes connect to: the address that Slurm itself uses."""
+    """Return the addresses that Slurm itself uses, which other nodes connect to."""
     facts = node_facts([node.name for node in nodes])
     return [fact.get("NodeAddr", node.name) for fact, node in zip(facts, nodes, strict=True)]
 
@@ -216,6 +216,7 @@ def _offered_host(nodes: SlurmNodes) -> Host:
         )
     offered = fitting[0]
     cpus = nodes.cpus or offered.cpus
+    devices: tuple[Device, ...]
     if not wanted:
         cpu = catalog.load_devices()["cpu-avx2"].device("cpu-avx2", offered.memory)
         assert cpu is not None
@@ -235,10 +236,10 @@ def _offered_host(nodes: SlurmNodes) -> Host:
 def _has_gres(offered: str, wanted: str) -> bool:
     """Return whether a node's GRES holds those of a `--gres`, by name and kind."""
     has = {entry.split("(")[0].rpartition(":")[0] for entry in offered.split(",")}
-    names = {entry.split(":")[0] for entry in has}
+    kinds = {entry.split(":")[0] for entry in has}
     for entry in filter(None, wanted.split(",")):
         words = [word for word in entry.split(":") if not word.isdecimal()]
-        if len(words) == 1 and words[0] not in names:
+        if len(words) == 1 and words[0] not in kinds:
             return False
         if len(words) > 1 and ":".join(words) not in has:
             return False
@@ -251,14 +252,14 @@ def _gpus_of(offered: str, nodes: SlurmNodes) -> tuple[Device, ...]:
     wanted = (nodes.gres or "gpu").split(",")[0].split(":")
     asked_kind = next((word for word in wanted[1:] if not word.isdecimal()), None)
     count = next((int(word) for word in wanted[1:] if word.isdecimal()), nodes.gpus or 1)
-    names = [nodes.kind] if nodes.kind else []
+    labels = [nodes.kind] if nodes.kind else []
     for entry in offered.split(","):
         match = GPU_GRES.match(entry)
         if match and match["kind"] and asked_kind in (None, match["kind"]):
-            names.append(match["kind"])
+            labels.append(match["kind"])
     catalogue = catalog.load_devices()
     like = list[str]()
-    for name in names:
+    for name in labels:
         kind = catalog.find_kind_of_label(name)
         device = catalogue[kind].device(kind) if kind else None
         if device is not None:

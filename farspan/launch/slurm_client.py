@@ -1,4 +1,4 @@
-"""Slurm's own commands: submitting a script, what the queue says of a job, and what nodes there are.
+"""Slurm's own commands: submitting a script, the state of a job, the nodes of a partition.
 
 All of it goes through `sbatch`, `squeue`, `sinfo` and `scontrol` of Slurm 21.08 and newer.
 """
@@ -15,6 +15,8 @@ from farspan.domain.problems import Refusal
 
 #: Slurm's own commands give up on a silent controller after some tens of seconds.
 CLIENT_TIMEOUT_S = 120.0
+#: The user's accounts and qualities of service.
+ASSOCIATIONS = "sacctmgr show associations user=$USER format=account,partition,qos"
 #: Text of Slurm's errors (slurm_errno.c), what is refused, the key of run.yaml, and the command
 #: that lists what there is.
 REFUSALS = (
@@ -22,9 +24,9 @@ REFUSALS = (
     (
         "Invalid account",
         "account",
-        "sacctmgr show associations user=$USER format=account,partition",
+        ASSOCIATIONS,
     ),
-    ("Invalid qos", "qos", "sacctmgr show associations user=$USER format=account,qos"),
+    ("Invalid qos", "qos", ASSOCIATIONS),
     ("Invalid generic resource", "gres", "sinfo --format='%P %G'"),
     ("Invalid feature", "constraint", "sinfo --format='%P %f'"),
     ("time limit", "time", "sinfo --format='%P %l'"),
@@ -103,7 +105,7 @@ def submit_script(script: str) -> str:
 
 
 def check_script(script: str) -> str:
-    """Have Slurm check a script without submitting it; return what it says of the start. Raises
+    """Have Slurm check a script without submitting it; return its message on the start. Raises
     Refusal (launcher-unusable)."""
     done = run_client(["sbatch", "--test-only"], given=script)
     if done.returncode:
@@ -133,21 +135,20 @@ def _parse_jobs(done: subprocess.CompletedProcess[str]) -> list[QueuedJob]:
     for line in done.stdout.splitlines():
         number, state, reason, submitted, starts, workdir = line.split("|", 5)
         if state in LIVE_STATES:
-            jobs.append(
-                QueuedJob(
-                    id=number,
-                    state=state,
-                    reason=reason,
-                    workdir=workdir,
-                    submitted=submitted,
-                    starts=starts,
-                )
+            job = QueuedJob(
+                id=number,
+                state=state,
+                reason=reason,
+                workdir=workdir,
+                submitted=submitted,
+                starts=starts,
             )
+            jobs.append(job)
     return jobs
 
 
 def node_facts(nodes: Sequence[str]) -> list[dict[str, str]]:
-    """Return what `scontrol show node` says of each node, by key."""
+    """Return the facts of each node by `scontrol show node`, by key."""
     facts = []
     for node in nodes:
         done = run_client(["scontrol", "--oneliner", "show", "node", node])
@@ -157,9 +158,9 @@ def node_facts(nodes: Sequence[str]) -> list[dict[str, str]]:
     return facts
 
 
-def expand_nodes(names: str) -> list[str]:
+def expand_nodes(short: str) -> list[str]:
     """Return the nodes of Slurm's short form, `n[0-3]`."""
-    done = run_client(["scontrol", "show", "hostnames", names])
+    done = run_client(["scontrol", "show", "hostnames", short])
     if done.returncode:
         raise _no_answer("scontrol", done.stderr)
     return done.stdout.split()
@@ -187,16 +188,15 @@ def list_partition_nodes(partition: str | None) -> list[PartitionNodes]:
     kinds = []
     for line in done.stdout.splitlines():
         name, count, cpus, memory, gres = line.split("|", 4)
-        kinds.append(
-            PartitionNodes(
-                partition=name.rstrip("*"),
-                is_default=name.endswith("*"),
-                count=int(count),
-                cpus=int(cpus.rstrip("+")),
-                memory=int(memory.rstrip("+")) * 2**20,
-                gres="" if gres == "(null)" else gres,
-            )
+        kind = PartitionNodes(
+            partition=name.rstrip("*"),
+            is_default=name.endswith("*"),
+            count=int(count),
+            cpus=int(cpus.rstrip("+")),
+            memory=int(memory.rstrip("+")) * 2**20,
+            gres="" if gres == "(null)" else gres,
         )
+        kinds.append(kind)
     return kinds
 
 
@@ -251,6 +251,6 @@ def _explain_refusal(message: str) -> Refusal:
 
 
 def _last_line(message: str) -> str:
-    """Return what Slurm printed, without its prefixes, on one line."""
+    """Return the message that Slurm printed, without its prefixes, on one line."""
     lines = [re.sub(r"^\w+: (error: )?", "", line) for line in message.strip().splitlines()]
     return "; ".join(dict.fromkeys(lines))[-400:] or "it printed nothing"

@@ -1,4 +1,4 @@
-"""The sbatch script of a run: it trains until the run is finished, in as many jobs as that takes.
+"""The sbatch script of a run: it trains until the run is finished, in one job after another.
 
 Options are those of Slurm 21.08 and newer.
 """
@@ -33,9 +33,9 @@ JOB_OPTIONS = {"account": "account", "qos": "qos"}
 #: What libraries that fetch from the hub read.
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 
-#: USR1 comes before the job's limit: the run saves, and the job goes back into the queue. TERM comes
-#: when the job is cancelled or preempted; Slurm sends it to every process of the job, and puts a
-#: preempted job back itself. A job that saved nothing new would go round for ever.
+#: USR1 comes before the job's limit: the run saves, and the job goes back into the queue. TERM
+#: comes when the job is cancelled or preempted: Slurm sends it to every process of the job, and
+#: puts a preempted job back itself. A job that saved nothing new would go round for ever.
 TRAINING = """\
 export PYTHONUNBUFFERED=1
 newest_checkpoint() {{ ls {checkpoints} 2>/dev/null | grep '^step-[0-9]*$' | tail -n 1; }}
@@ -88,12 +88,15 @@ def write_training_script(
         "#SBATCH --open-mode=append",
         *_signal_lines(config, limit_s),
     ]
+    limit = "the partition's" if limit_s is None else format_seconds(limit_s)
+    begin = shell_line(*farspan, *train)
+    resume = shell_line(*farspan, "resume", path)
     body = TRAINING.format(
         checkpoints=shell_line(path / "checkpoints"),
         plan=shell_line(path / "plan.json"),
-        resume=shell_line(*farspan, "resume", path),
-        train=shell_line(*farspan, *train),
-        time="the partition's" if limit_s is None else format_seconds(limit_s),
+        resume=resume,
+        train=begin,
+        time=limit,
     )
     return _assemble(config, head, log, workdir, limit_s, body)
 
@@ -145,8 +148,8 @@ def _node_lines(nodes: SlurmNodes, key: str) -> Iterator[str]:
         yield f"#SBATCH {option}"
 
 
-def _options(source: SlurmNodes, names: dict[str, str]) -> Iterator[str]:
-    for key, option in names.items():
+def _options(source: SlurmNodes, options: dict[str, str]) -> Iterator[str]:
+    for key, option in options.items():
         value = getattr(source, key)
         if value is not None:
             yield f"#SBATCH --{option}={value}"
@@ -187,8 +190,8 @@ def _signal_lines(config: SlurmConfig, limit_s: float | None) -> Iterator[str]:
             what=f"slurm.time = {config.time} leaves no time to train",
             where="run.yaml, key slurm.time",
             fact=(
-                f"the run saves {format_seconds(notice_s)} before the limit, and Slurm gives notice "
-                f"up to {format_seconds(NOTICE_RESOLUTION_S)} earlier"
+                f"the run saves {format_seconds(notice_s)} before the limit, and Slurm gives "
+                f"notice up to {format_seconds(NOTICE_RESOLUTION_S)} earlier"
             ),
             remedy="set slurm.time: 1h, or a shorter slurm.notice",
             key="slurm.time",

@@ -55,7 +55,10 @@ KillWait=30
 SlurmctldTimeout=300
 SlurmdTimeout=300
 {nodes}
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PreemptMode=OFF OverSubscribe=NO
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
 
 
@@ -142,12 +145,13 @@ class Slurm:
         self._start("slurmctld", "-D", "-c", "-f", self.config)
         for name in self.nodes:
             self._start("slurmd", "-D", "-c", "-N", name, "-f", self.config)
-        wait_for(self._are_idle, "all nodes are idle", self._daemons[-1])
+        wait_for(self._are_idle, f"all nodes are idle: {folder}/*.out")
 
     def _are_idle(self) -> bool:
-        done = self.run("sinfo", "--noheader", "--Node", "--format=%T")
-        states = done.stdout.split()
-        return len(states) == len(self.nodes) and set(states) == {"idle"}
+        for daemon in self._daemons:
+            assert daemon.poll() is None, f"{daemon.args} has ended: {self.folder}/*.out"
+        done = self.run("sinfo", "--noheader", "--Node", "--format=%N:%T")
+        return set(done.stdout.split()) == {f"{name}:idle" for name in self.nodes}
 
     def _start(self, *words: object) -> None:
         command = shutil.which(str(words[0]), path=SBIN)

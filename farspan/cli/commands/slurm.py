@@ -1,5 +1,7 @@
-"""Train as run.yaml says in Slurm jobs: print the sbatch script and submit it. A job that comes to
-its limit saves and goes back into the queue until the run is finished."""
+"""Train the model of a run.yaml in Slurm jobs: print the sbatch script and submit it.
+
+A job that comes to its limit saves and goes back into the queue until the run is finished.
+"""
 
 from __future__ import annotations
 

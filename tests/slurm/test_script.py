@@ -1,0 +1,172 @@
+"""The sbatch script of a run, by what run.yaml asks for."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from farspan.app.configs import make_config
+from farspan.app.slurm_jobs import training_script
+from farspan.domain.problems import Refusal
+from farspan.domain.run import RunFolder
+from farspan.launch.slurm_client import check_script, submit_script
+from tests.slurm.daemons import Slurm
+
+
+def script_of(**slurm: object) -> str:
+    config = make_config("text", slurm=slurm)
+    return training_script(config, RunFolder(Path("runs/papers")), ["run.yaml"])
+
+
+def options(script: str) -> list[str]:
+    return [
+        line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")
+    ]
+
+
+def test_script_asks_for_what_run_yaml_names():
+    asked = options(
+        script_of(
+            partition="gpu",
+            account="lab-1",
+            qos="long",
+            constraint="a100&ib",
+            time="1d 2h 30m",
+            nodes=4,
+            gres="gpu:a100:4",
+            cpus=32,
+            memory="64G",
+            options=["--exclude=node7"],
+        )
+    )
+    for option in (
+        "--partition=gpu",
+        "--account=lab-1",
+        "--qos=long",
+        "--constraint=a100&ib",
+        "--time=1-02:30:00",
+        "--nodes=4",
+        "--gres=gpu:a100:4",
+        "--cpus-per-task=32",
+        "--mem=64G",
+        "--exclude=node7",
+        "--requeue",
+        "--open-mode=append",
+        "--signal=B:USR1@180",
+        "--job-name=farspan-papers",
+        "--ntasks-per-node=1",
+    ):
+        assert option in asked
+
+
+def test_script_without_a_slurm_section_leaves_all_choices_to_the_site():
+    names = {option.partition("=")[0] for option in options(script_of())}
+    assert names.isdisjoint({"--partition", "--account", "--qos", "--time", "--gres", "--mem"})
+
+
+def test_modules_conda_and_setup_come_before_farspan_in_this_order():
+    script = script_of(
+        modules=["gcc/12", "cuda/12.4"],
+        conda="/work/envs/my env",
+        setup=["export NCCL_DEBUG=INFO"],
+        offline=True,
+    )
+    lines = [
+        "module load gcc/12 cuda/12.4 || exit 1",
+        "conda activate '/work/envs/my env' || exit 1",
+        "export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1",
+        "export NCCL_DEBUG=INFO",
+        "env PYTHONSAFEPATH=1 python -m farspan train run.yaml --launcher slurm",
+    ]
+    places = [script.index(line) for line in lines]
+    assert places == sorted(places)
+
+
+def test_components_are_those_of_a_heterogeneous_job():
+    asked = options(script_of(partition="cpu", components=[{"partition": "gpu", "gpus": 2}]))
+    at = asked.index("hetjob")
+    assert "--partition=cpu" in asked[:at]
+    assert asked[at + 1 :] == [
+        "--partition=gpu",
+        "--nodes=1",
+        "--gpus-per-node=2",
+        "--ntasks-per-node=1",
+    ]
+
+
+@pytest.mark.parametrize(
+    "slurm",
+    [
+        {},
+        {"time": "3m", "notice": "100s"},
+        {"modules": ["a"], "conda": "b", "setup": ["if true; then", "echo; fi"], "offline": True},
+        {"components": [{"nodes": 2}]},
+    ],
+)
+def test_script_is_one_that_bash_reads(slurm, tmp_path):
+    script = tmp_path / "job.sbatch"
+    script.write_text(script_of(**slurm))
+    subprocess.run(["bash", "-n", script], check=True, timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("slurm", "key"),
+    [
+        ({"time": "4m", "notice": "3m"}, "slurm.time"),
+        ({"time": "soon"}, "slurm.time"),
+        ({"notice": "0s"}, "slurm.notice"),
+        ({"notice": "20h"}, "slurm.notice"),
+        ({"gpus": 1, "gres": "gpu:1"}, "slurm.gres"),
+        ({"components": [{"gpus": 1, "gres": "gpu:1"}]}, "slurm.components[0].gres"),
+        ({"partition": "a b"}, "slurm.partition"),
+        ({"partition": "--wrap=x"}, "slurm.partition"),
+        ({"account": "a\n#SBATCH --uid=0"}, "slurm.account"),
+        ({"options": ["node7"]}, "slurm.options[0]"),
+        ({"options": ["--x\nrm -rf /"]}, "slurm.options[0]"),
+        ({"modules": ["$(id)"]}, "slurm.modules[0]"),
+        ({"nodes": 0}, "slurm.nodes"),
+    ],
+)
+def test_values_that_no_job_can_have_are_refused_with_their_key(slurm, key):
+    with pytest.raises(Refusal) as refused:
+        script_of(**slurm)
+    assert refused.value.problem.code == "out-of-range"
+    assert key in (refused.value.problem.key, refused.value.problem.where) or key in str(
+        refused.value
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"time": "30m", "nodes": 2, "cpus": 1, "memory": "1G", "partition": "main"},
+        {"gpus": 1},
+        {"gres": "gpu:a30:1"},
+        {"components": [{"gpus": 1}]},
+        {"options": ["--nice=10", "--exclude=n1"]},
+    ],
+)
+def test_a_real_slurm_takes_the_script(asked, in_slurm: Slurm):
+    check_script(script_of(**asked))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("asked", "key"),
+    [
+        ({"partition": "nope"}, "slurm.partition"),
+        ({"gres": "foo:1"}, "slurm.gres"),
+        ({"constraint": "nope"}, "slurm.constraint"),
+        ({"memory": "999G"}, "slurm.memory"),
+        ({"memory": "much"}, "slurm.memory"),
+    ],
+)
+def test_what_a_real_slurm_refuses_is_named_by_its_key(asked, key, in_slurm: Slurm):
+    with pytest.raises(Refusal) as refused:
+        submit_script(script_of(**asked))
+    assert refused.value.problem.key == key
+    assert refused.value.problem.fact
