@@ -21,15 +21,15 @@ test: $(VENV)/.test
 #     make test-slow CHANGED="runtime planning"     before an issue is resolved
 #     make test-slow PART="launch lab"              these folders
 #     make test-slow                                all
-PARTS_app := app cli launch
+PARTS_app := app cli launch slurm
 PARTS_catalog := domain estimate planning
 PARTS_cli := cli serve app
 PARTS_corpus := corpus retrieval cli
 PARTS_domain := domain app cli launch planning report retrieval runtime studies
 PARTS_estimate := estimate techniques planning studies golden
-PARTS_launch := launch lab app cli
+PARTS_launch := launch lab app cli slurm
 PARTS_models := models estimate runtime planning
-PARTS_planning := planning app cli exports studies golden
+PARTS_planning := planning app cli exports studies golden slurm
 PARTS_report := report studies
 PARTS_retrieval := retrieval serve cli golden
 PARTS_runtime := runtime launch app retrieval golden
@@ -42,7 +42,7 @@ PART ?= $(sort $(foreach folder,$(CHANGED),$(or $(PARTS_$(folder)),$(error no pa
 
 # What is marked slow, and every property with seven times as many examples as in `make test`.
 test-slow: $(VENV)/.test
-	tools/system-packages.sh
+	tools/system-packages.sh slow
 	$(BIN)/python -m pytest -m "slow or property" --hypothesis-profile thorough --durations 30 \
 		--numprocesses $(PROCESSES) --dist worksteal $(or $(addprefix tests/,$(PART)),tests)
 

@@ -1,9 +1,12 @@
 #!/bin/sh
-# Debian packages that some tests need. Without root or apt those tests are skipped, each saying what it waits for.
+# Debian packages that some tests need; with `slow` also what slow tests alone need, a Slurm. Without root or apt those
+# tests are skipped, each saying what it waits for.
 set -eu
 missing=""
 # command:package - the browser test, firewalls and ssh servers in the lab's sites, the lab itself
-for pair in chromium:chromium nft:nftables sshd:openssh-server ip:iproute2; do
+pairs="chromium:chromium nft:nftables sshd:openssh-server ip:iproute2"
+if [ "${1:-}" = slow ]; then pairs="$pairs sbatch:slurm-wlm munged:munge"; fi
+for pair in $pairs; do
     PATH="$PATH:/usr/sbin:/sbin" command -v "${pair%%:*}" >/dev/null 2>&1 || missing="$missing ${pair##*:}"
 done
 if [ -z "$missing" ]; then exit 0; fi
