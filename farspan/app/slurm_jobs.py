@@ -95,8 +95,7 @@ def submit_training(
                 remedy=command("report", run.path),
             )
     else:
-        again = command("slurm", "run.yaml", "--run", f"{run.path}-2")
-        refuse_existing(run.path, again)
+        refuse_existing(run.path, command("slurm", "run.yaml", "--run", f"{run.path}-2"))
     _refuse_second_job(run)
     if config.slurm.offline:
         progress(Note("preparing the text here: nodes have no internet"))

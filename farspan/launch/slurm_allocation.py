@@ -21,6 +21,7 @@ from farspan.domain.config import SlurmConfig, SlurmNodes
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder
 from farspan.domain.struct_files import load, save
+from farspan.domain.suggest import MAX_CANDIDATES, any_of
 from farspan.launch.probe_client import Probe
 from farspan.launch.slurm_client import expand_nodes, list_partition_nodes, node_facts
 
@@ -265,11 +266,12 @@ def _gpus_of(offered: str, nodes: SlurmNodes) -> tuple[Device, ...]:
         if device is not None:
             return (device,) * count
         like += [known for known in catalogue if known.startswith(f"{name.lower()}-")]
+    known_kinds = any_of(like or list(catalogue)[:MAX_CANDIDATES])
     raise Refusal(
         "launcher-unusable",
         what="the GRES of these nodes does not name a kind of the catalogue",
         where="run.yaml, key slurm.kind",
         fact=f"it is {offered or 'none'}",
-        remedy=f"set slurm.kind: {' or '.join(like) or 'a kind of farspan/catalog/devices.yaml'}",
+        remedy=f"set slurm.kind: {known_kinds}",
         key="slurm.kind",
     )

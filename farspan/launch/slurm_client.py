@@ -11,30 +11,28 @@ from collections.abc import Sequence
 
 import msgspec
 
+from farspan.domain.escapes import key_word, shell_line
 from farspan.domain.problems import Refusal
 
 #: Slurm's own commands give up on a silent controller after some tens of seconds.
 CLIENT_TIMEOUT_S = 120.0
-#: The user's accounts and qualities of service.
-ASSOCIATIONS = "sacctmgr show associations user=$USER format=account,partition,qos"
-#: Text of Slurm's errors (slurm_errno.c), what is refused, the key of run.yaml, and the command
+#: Commands that list what there is.
+ASSOCIATIONS = ("sacctmgr", "show", "associations", "format=user,account,partition,qos")
+NODES = ("sinfo", "--format=%P %l %D %c %m %G %f")
+#: Text of Slurm's errors (slurm_errno.c), the key of run.yaml that it is about, and the command
 #: that lists what there is.
 REFUSALS = (
-    ("invalid partition", "partition", "sinfo --format='%P %l %G'"),
-    (
-        "Invalid account",
-        "account",
-        ASSOCIATIONS,
-    ),
+    ("invalid partition", "partition", NODES),
+    ("Invalid account", "account", ASSOCIATIONS),
     ("Invalid qos", "qos", ASSOCIATIONS),
-    ("Invalid generic resource", "gres", "sinfo --format='%P %G'"),
-    ("Invalid feature", "constraint", "sinfo --format='%P %f'"),
-    ("time limit", "time", "sinfo --format='%P %l'"),
-    ("Invalid --mem", "memory", "sinfo --format='%P %m'"),
-    ("Memory specification", "memory", "sinfo --format='%P %m'"),
-    ("CPU count per node", "cpus", "sinfo --format='%P %c'"),
-    ("Node count specification", "nodes", "sinfo --format='%P %D'"),
-    ("node configuration is not available", "nodes", "sinfo --format='%P %D %c %m %G'"),
+    ("Invalid generic resource", "gres", NODES),
+    ("Invalid feature", "constraint", NODES),
+    ("time limit", "time", NODES),
+    ("Invalid --mem", "memory", NODES),
+    ("Memory specification", "memory", NODES),
+    ("CPU count per node", "cpus", NODES),
+    ("Node count specification", "nodes", NODES),
+    ("node configuration is not available", "nodes", NODES),
 )
 #: States of jobs (squeue(1)) that have not ended.
 LIVE_STATES = frozenset(
@@ -238,7 +236,7 @@ def _explain_refusal(message: str) -> Refusal:
                 what=f"Slurm refuses the job's {key}",
                 where=f"run.yaml, key slurm.{key}",
                 fact=fact,
-                remedy=f"{listing}, then set slurm.{key}",
+                remedy=f"{shell_line(*listing)}, then set slurm.{key_word(key)}",
                 key=f"slurm.{key}",
             )
     return Refusal(

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from farspan.domain.config import SlurmConfig, SlurmNodes
-from farspan.domain.escapes import shell_line
+from farspan.domain.escapes import key_word, shell_line
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_seconds, parse_duration
@@ -139,7 +139,7 @@ def _node_lines(nodes: SlurmNodes, key: str) -> Iterator[str]:
             what=f"{key}.gpus and {key}.gres are two answers to one question",
             where=f"run.yaml, key {key}.gres",
             fact=f"gpus is {nodes.gpus}, gres is {nodes.gres}",
-            remedy=f"leave {key}.gpus out",
+            remedy=f"leave {key_word(key)}.gpus out",
             key=f"{key}.gres",
         )
     yield from _options(nodes, NODE_OPTIONS)

@@ -14,18 +14,19 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from tests.waiting import wait_for
+from tests.waiting import LIMIT_S, wait_for
 
 SBIN = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
 DAEMONS = ("munged", "slurmctld", "slurmd")
 #: Bytes of a key: munge takes 32 to 1024.
 KEY_BYTES = 128
-STOP_S = 20.0
+CLIENT_PAUSE_S = 0.3
 
 CONFIG = """\
 ClusterName=test
@@ -170,7 +171,8 @@ class Slurm:
         self._daemons.append(daemon)
 
     def run(self, *words: object) -> subprocess.CompletedProcess[str]:
-        """Run a client of this Slurm."""
+        """Run a client of this Slurm. One that is run in a loop leaves the cores to the jobs."""
+        time.sleep(CLIENT_PAUSE_S)
         command = [str(word) for word in words]
         return subprocess.run(
             command, env=self.environment, capture_output=True, text=True, timeout=60
@@ -183,17 +185,13 @@ class Slurm:
 
     def stop(self) -> None:
         """End all jobs, then the daemons, the last that was started first."""
-        with suppress(subprocess.TimeoutExpired):
-            self.run("scancel", "--user=root")
-            self.run("scancel", "--user=root", "--signal=KILL")
-            self.run("scancel", "--user=root", "--signal=KILL", "--batch")
+        self.run("scancel", "--user=root")
+        with suppress(AssertionError):  # Else the daemons outlive it.
+            wait_for(lambda: not self.run("squeue", "--noheader").stdout, "all jobs have ended")
         for daemon in reversed(self._daemons):
             daemon.send_signal(signal.SIGTERM)
-            try:
-                daemon.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait(STOP_S)
+        for daemon in self._daemons:
+            daemon.wait(LIMIT_S)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
 from farspan.launch.slurm_client import check_script, submit_script
 from tests.slurm.daemons import Slurm
+from tests.waiting import LIMIT_S
 
 
 def script_of(**slurm: object) -> str:
@@ -108,7 +109,7 @@ def test_components_are_those_of_a_heterogeneous_job():
 def test_script_is_one_that_bash_reads(slurm, tmp_path):
     script = tmp_path / "job.sbatch"
     script.write_text(script_of(**slurm))
-    subprocess.run(["bash", "-n", script], check=True, timeout=30)
+    subprocess.run(["bash", "-n", script], check=True, timeout=LIMIT_S)
 
 
 @pytest.mark.parametrize(
