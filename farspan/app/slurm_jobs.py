@@ -54,10 +54,9 @@ def training_script(config: RunConfig, run: RunFolder, words: Sequence[object]) 
     """Return the sbatch script that trains `run`; `words` are the arguments of `train` that
     config was read from. Raises Refusal (out-of-range)."""
     launcher = [] if config.parallel.cluster == SLURM else ["--launcher", SLURM]
-    train = ["train", *words, *launcher, "--run", run.path.absolute()]
-    return write_training_script(
-        config.slurm, run, farspan=_farspan(config), train=train, workdir=Path.cwd()
-    )
+    where = ["--run", run.path.absolute(), "--until-done"]
+    train = [*_farspan(config), "train", *words, *launcher, *where]
+    return write_training_script(config.slurm, run, train=train, workdir=Path.cwd())
 
 
 def probe_script(config: RunConfig, out: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
@@ -15,11 +16,14 @@ from farspan.domain.problems import Refusal
 
 #: A process that only asks holds a lock for less than this.
 MAX_ASKING_S = 0.2
+#: flock on a file system that has no locks, or whose lock server does not answer.
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def lock_file(path: Path, what: str, where: Path) -> IO[bytes]:
     """Lock a file for this process alone; the lock goes with the last process that has it open,
-    however that ends. Raises Refusal (run-busy) with `what` is being done at `where` already."""
+    however that ends. Raises Refusal (run-busy) with `what` is being done at `where` already,
+    and (path-unusable) where there are no locks."""
     file = open_own(path, "ab")
     deadline = time.monotonic() + MAX_ASKING_S
     while not _try_lock(file, fcntl.LOCK_EX):
@@ -63,4 +67,14 @@ def _try_lock(file: IO[bytes], operation: int) -> bool:
         fcntl.flock(file, operation | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        raise Refusal(
+            "path-unusable",
+            what="files cannot be locked there",
+            where=file.name,
+            fact=f"{error.strerror}: the file system is mounted without locks, as NFS may be",
+            remedy="--run FOLDER on a disk with locks (NFS: mounted without nolock)",
+        ) from None
     return True

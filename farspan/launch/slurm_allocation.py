@@ -266,12 +266,12 @@ def _gpus_of(offered: str, nodes: SlurmNodes) -> tuple[Device, ...]:
         if device is not None:
             return (device,) * count
         like += [known for known in catalogue if known.startswith(f"{name.lower()}-")]
-    known_kinds = any_of(like or list(catalogue)[:MAX_CANDIDATES])
+    known = like or list(catalogue)[:MAX_CANDIDATES]
     raise Refusal(
         "launcher-unusable",
         what="the GRES of these nodes does not name a kind of the catalogue",
         where="run.yaml, key slurm.kind",
         fact=f"it is {offered or 'none'}",
-        remedy=f"set slurm.kind: {known_kinds}",
+        remedy=f"set slurm.kind: {any_of(known)}",
         key="slurm.kind",
     )

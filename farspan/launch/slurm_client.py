@@ -186,12 +186,13 @@ def list_partition_nodes(partition: str | None) -> list[PartitionNodes]:
     kinds = []
     for line in done.stdout.splitlines():
         name, count, cpus, memory, gres = line.split("|", 4)
+        memory_bytes = int(memory.rstrip("+")) * 2**20
         kind = PartitionNodes(
             partition=name.rstrip("*"),
             is_default=name.endswith("*"),
             count=int(count),
             cpus=int(cpus.rstrip("+")),
-            memory=int(memory.rstrip("+")) * 2**20,
+            memory=memory_bytes,
             gres="" if gres == "(null)" else gres,
         )
         kinds.append(kind)

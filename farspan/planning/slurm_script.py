@@ -44,11 +44,7 @@ noticed= signalled=1 job=
 trap 'signalled=1 noticed=1; [ -z "$job" ] || kill -TERM "$job"' USR1
 trap 'signalled=1' TERM
 
-if [ -e {plan} ]; then
-    {resume} &
-else
-    {train} &
-fi
+{train} &
 job=$!
 while [ -n "$signalled" ]; do
     signalled=
@@ -62,7 +58,7 @@ if [ -n "$noticed" ] && [ "$code" -ne 0 ]; then
         exit "$code"
     fi
     echo "farspan: saved before the limit of the job, which goes back into the queue"
-    scontrol requeue "$SLURM_JOB_ID" && sleep 60
+    if scontrol requeue "$SLURM_JOB_ID"; then exit 0; fi
     echo "farspan: it cannot be requeued; to go on: farspan slurm" >&2
 fi
 exit "$code"
@@ -73,12 +69,11 @@ def write_training_script(
     config: SlurmConfig,
     run: RunFolder,
     *,
-    farspan: Sequence[str],
     train: Sequence[object],
     workdir: Path,
 ) -> str:
-    """Return the script that trains `run`; `farspan` is the command, `train` the words after it
-    that begin the run. Raises Refusal (out-of-range)."""
+    """Return the script that trains `run`; `train` is the command that begins it or goes on
+    with it. Raises Refusal (out-of-range)."""
     path = run.path.absolute()
     log = path.with_name(f"{path.name}.slurm.log")
     limit_s = job_limit_s(config)
@@ -89,12 +84,9 @@ def write_training_script(
         *_signal_lines(config, limit_s),
     ]
     limit = "the partition's" if limit_s is None else format_seconds(limit_s)
-    begin = shell_line(*farspan, *train)
-    resume = shell_line(*farspan, "resume", path)
+    begin = shell_line(*train)
     body = TRAINING.format(
         checkpoints=shell_line(path / "checkpoints"),
-        plan=shell_line(path / "plan.json"),
-        resume=resume,
         train=begin,
         time=limit,
     )
