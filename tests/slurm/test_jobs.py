@@ -139,7 +139,7 @@ class Place:
         """The losses of a run that has made its last step; each step was made once."""
         events = self.events(name)
         end = events[-1]
-        assert isinstance(end, Finished) and end.reason == "steps", self.log(name)[-3000:]
+        assert isinstance(end, Finished) and end.reason == "done", self.log(name)[-3000:]
         steps = [event for event in events if isinstance(event, Step)]
         (most,) = Counter(event.step for event in steps).most_common(1)
         assert most[1] == 1, f"step {most[0]} was made {most[1]} times"
