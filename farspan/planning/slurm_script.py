@@ -72,8 +72,8 @@ def write_training_script(
     train: Sequence[object],
     workdir: Path,
 ) -> str:
-    """Return the script that trains `run`; `train` is the command that begins it or goes on
-    with it. Raises Refusal (out-of-range)."""
+    """Return the script that trains `run`; `train` is the command that begins or resumes
+    it. Raises Refusal (out-of-range)."""
     path = run.path.absolute()
     log = path.with_name(f"{path.name}.slurm.log")
     limit_s = job_limit_s(config)
