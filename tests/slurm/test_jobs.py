@@ -181,7 +181,7 @@ def test_run_longer_than_its_limit_ends_after_three_jobs_with_the_losses_of_an_u
 
 
 def test_preempted_run_on_two_nodes_loses_no_step(place: Place):
-    place.write_config("run.yaml", steps=40, cpus=1, nodes=2)
+    place.write_config("run.yaml", steps=60, cpus=1, nodes=2)
     undisturbed = place.submit("run.yaml", "undisturbed")
     place.wait_until_ended(undisturbed, "undisturbed")
     job = place.submit("run.yaml", "preempted")
