@@ -3,6 +3,8 @@ a lab's."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from farspan.app.extensions import find_extensions
 from farspan.domain.cluster import Cluster
 from farspan.domain.cluster_json import load_cluster_json
@@ -29,25 +31,26 @@ def find_cluster(name: str, *, as_written: bool = False) -> Cluster:
 
 def cluster_of_run(run: RunFolder) -> Cluster:
     """Return the cluster that a run is trained on, as it is now."""
+    return _read_cluster(run, run.cluster)
+
+
+def whole_cluster_of_run(run: RunFolder) -> Cluster:
+    """Return the same with the hosts and devices that the run has lost."""
+    path = run.whole_cluster if run.whole_cluster.exists() else run.cluster
+    return _read_cluster(run, path)
+
+
+def _read_cluster(run: RunFolder, path: Path) -> Cluster:
     name = load_yaml(run.config, RunConfig).parallel.cluster or ""
     if is_external(name):
         return find_cluster(name)
-    cluster = load_cluster_json(run.cluster)
+    cluster = load_cluster_json(path)
     # By what `launch.trust` looks at, too.
     if load(run.record, RunRecord).launcher == SLURM:
         from farspan.launch.slurm_allocation import enter_allocation
 
         return enter_allocation(cluster)
     return cluster
-
-
-def whole_cluster_of_run(run: RunFolder) -> Cluster:
-    """Return the same with the hosts and devices that the run has lost."""
-    name = load_yaml(run.config, RunConfig).parallel.cluster or ""
-    if is_external(name):
-        return find_cluster(name)
-    path = run.whole_cluster if run.whole_cluster.exists() else run.cluster
-    return load_cluster_json(path)
 
 
 def is_here(parallel: ParallelConfig) -> bool:

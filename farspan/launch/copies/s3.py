@@ -33,7 +33,7 @@ RETRY_TIMEOUT_S = 90
 MAX_RETRIES = 3
 CONNECT_TIMEOUT_S = 5
 #: Signs of the causes in the words of S3, and what they mean for people.
-CAUSES = {
+S3_CAUSES = {
     "NoSuchBucket": "there is no such bucket",
     "ExpiredToken": "the credentials have expired",
     "InvalidAccessKeyId": "the access key is not known there",
@@ -216,7 +216,7 @@ def _explain_errors() -> Iterator[None]:
         raise
     except (BaseError, OSError) as error:
         text = str(error)
-        for sign, meaning in CAUSES.items():
+        for sign, meaning in S3_CAUSES.items():
             if sign in text:
                 raise CopyError(meaning) from None
         raise CopyError(" ".join(text.split())[:300]) from None
