@@ -76,12 +76,19 @@ class Run:
         trust: bool = False,
         cluster: str | None = None,
         technique: str | None = None,
+        without: tuple[str, ...] = (),
     ) -> Report:
         """Continue from the newest whole checkpoint; a finished run is only reported. For another
-        cluster (`here` is this machine) or technique the remaining steps are planned again."""
+        cluster (`here` is this machine) or technique the remaining steps are planned again. The
+        sites in `without` are given up."""
         with show_progress(progress) as shown:
             return training.resume_run(
-                self.folder, shown, trust=trust, cluster=cluster, technique=technique
+                self.folder,
+                shown,
+                trust=trust,
+                cluster=cluster,
+                technique=technique,
+                without=without,
             )
 
     def status(self) -> jobs.Status:
@@ -355,6 +362,23 @@ def train(
             folder = training.make_run(path, config, planned, shown)
         training.train_new(folder, shown)
     return Run(path)
+
+
+def train_until_done(
+    config: str | os.PathLike[str],
+    *,
+    run: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+    without: tuple[str, ...] = (),
+) -> Run:
+    """Train the run of a run.yaml to its end: begin it, resume it, or restore it from a copy. Hosts
+    that are away are waited for; the sites in `without` are given up."""
+    path = Path(config)
+    asked = make_config(path)
+    folder = Path(run) if run else Path("runs") / default_name(asked)
+    with show_progress(progress) as shown:
+        training.train_until_done(folder, asked, path, shown, without=without)
+    return Run(folder)
 
 
 def compare(*runs: str | os.PathLike[str] | Run) -> Versus:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 
 from farspan.app import clusters
 from farspan.app.jobs import STOP_TIMEOUT_S
@@ -106,3 +107,12 @@ def take_claims(claims: HostClaims, epoch: int, progress: Progress, sleep: Sleep
         if time.monotonic() > deadline:
             claims.stop_workers(others, kill=True)
         sleep(HOST_POLL_S)
+
+
+def wait_for_holder(run: RunFolder, progress: Progress) -> None:
+    """Wait until no other supervisor trains a run that was restored here: what it saves meanwhile
+    is fetched afterwards. Raises Refusal (superseded) where it finishes the run."""
+    with closing(AgentPool()) as agents:
+        claims = claims_of_run(run, agents)
+        if claims is not None:
+            wait_for_claims(claims, progress, time.sleep, until_done=True)

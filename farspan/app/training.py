@@ -172,6 +172,7 @@ def train_until_done(
     it after whatever has ended the process before, also from a copy, on any machine. Raises Refusal
     (run-exists) where another run.yaml's run lies there."""
     from farspan.app.restoring import restore_run
+    from farspan.app.take_claims import wait_for_holder
 
     run = RunFolder(path)
     if run.plan.exists():
@@ -181,6 +182,7 @@ def train_until_done(
     if run.corpus.exists():
         remove_unbegun(run)
     if restore_run(path, config, progress) is not None:
+        wait_for_holder(run, progress)
         return resume_run(run, progress, until_done=True, without=without)
     with notifying(config.notify, path, progress) as report:
         run = plan_run(path, config, report)

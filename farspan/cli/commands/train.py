@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     takes_without(parser)
     parser.add_argument(
         "--print-unit",
-        choices=("systemd", "cron"),
+        choices=("systemd", "cron", "slurm"),
         help="print what starts this command again after a crash or a reboot, and start nothing",
     )
     parser.add_argument(
@@ -46,8 +46,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     config = load_config(given)
     path = Path(given.run or Path("runs", default_name(config)))
     if given.print_unit is not None:
-        words = ["train", *words_again(given, absolute=True), "--run", path.absolute()]
-        print_unit(given.print_unit, path.name, [*words, "--until-done"], console)
+        print_unit(given, config, path, console)
         return
     if not given.until_done:
         refuse_without(given)
@@ -123,11 +122,20 @@ def train_until_done(
     console.answer({"run": str(path), "measurement": report.measurement})
 
 
-def print_unit(kind: str, name: str, words: list[object], console: Console) -> None:
-    """Print a unit that starts a job again."""
-    from farspan.app.job_units import cron_lines, systemd_unit
+def print_unit(given: argparse.Namespace, config: RunConfig, path: Path, console: Console) -> None:
+    """Print what starts this command again, of the kind that was asked for."""
+    words = ["train", *words_again(given, absolute=True), "--run", path.absolute(), "--until-done"]
+    for site in given.without:
+        words += ["--without", site]
+    if given.print_unit == "slurm":
+        from farspan.app.slurm_jobs import training_script
 
-    text = systemd_unit(name, words) if kind == "systemd" else cron_lines(name, words)
+        text = training_script(config, RunFolder(path), words_again(given))
+    else:
+        from farspan.app import job_units
+
+        write = {"systemd": job_units.systemd_unit, "cron": job_units.cron_lines}
+        text = write[given.print_unit](path.name, words)
     console.write_line(text.rstrip("\n"))
     console.answer({"unit": text})
 
