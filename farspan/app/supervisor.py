@@ -124,16 +124,6 @@ class Supervisor:
             while True:
                 try:
                     finished = self._train_once(lease, spares)
-                    if self._returning is not None:
-                        # Workers have saved and ended for a plan with hosts that are back.
-                        self._adopt_returning(self._returning)
-                        continue
-                    if self._until_done and _is_interrupted(finished) and not self._asked:
-                        self._recover_from_fault(self._preemption_of_all())
-                        continue
-                    if finished is not None and finished.reason in COMPLETE:
-                        self._renewal.last_state = "finished"
-                    return finished
                 except Refusal as refusal:
                     # A shutdown reaches workers and this process in any order.
                     if self._asked and refusal.problem.code == "preempted":
@@ -141,6 +131,18 @@ class Supervisor:
                     if self._on_fault == "stop" or self._asked:
                         raise
                     self._recover_from_fault(refusal.problem)
+                    continue
+                interrupted = finished is not None and finished.reason == "interrupted"
+                if interrupted and self._returning is not None:
+                    # Workers have saved and ended for a plan with hosts that are back.
+                    self._adopt_returning(self._returning)
+                    continue
+                if interrupted and self._until_done and not self._asked:
+                    self._recover_from_fault(self._preemption_of_all())
+                    continue
+                if finished is not None and finished.reason in COMPLETE:
+                    self._renewal.last_state = "finished"
+                return finished
 
     @contextmanager
     def _copying_checkpoints(self) -> Iterator[None]:
@@ -388,7 +390,3 @@ class Supervisor:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _is_interrupted(finished: Finished | None) -> bool:
-    return finished is not None and finished.reason == "interrupted"

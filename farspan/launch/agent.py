@@ -168,7 +168,7 @@ def cpu_busy_s() -> float | None:
 def claim(path: str, epoch: int, holder: str, state: str = "trains") -> dict[str, Any]:
     """Record that an epoch of a run begins here, by this holder, or what its state is: "trains",
     "stopped" or "finished". Not where a later one has begun, or another holder's of that number.
-    Return the claim that was there before, its age, and the workers of the run that are there."""
+    Return the claim that was there before, its age, and another's workers of the run."""
     import fcntl
 
     file = Path(path).expanduser()
@@ -188,7 +188,8 @@ def claim(path: str, epoch: int, holder: str, state: str = "trains") -> dict[str
             new = Path(str(file) + ".new")
             new.write_text(json.dumps({"epoch": epoch, "holder": holder, "state": state}))
             new.replace(file)
-    return {"claimed": claimed, "age": age, "workers": run_workers(path), **before}
+    workers = [] if is_own else run_workers(path)
+    return {"claimed": claimed, "age": age, "workers": workers, **before}
 
 
 def run_workers(path: str) -> list[int]:
