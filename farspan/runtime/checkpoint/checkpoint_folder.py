@@ -358,7 +358,7 @@ def read_weights(
     manifest = read_checked_manifest(path)
     manifest.check(shapes)
     wanted = {name: tensor for name, tensor in manifest.tensors.items() if name in shapes}
-    weights = dict[str, torch.Tensor]()
+    weights: dict[str, torch.Tensor] = {}
     with Stored(path, wanted) as stored:
         for name in shapes:
             weights[name.removeprefix(f"{MODEL}/")] = stored.whole(name)
