@@ -68,6 +68,8 @@ class RunCopies:
         copy_rate(config.checkpoint)
         self._locations = config.checkpoint.copies
         self._every_s = save_every_s(config)
+        if config.checkpoint.every == "auto":
+            self._every_s = run.load_plan().train.checkpoint_every_s
         self._changed = threading.Condition()
         self._requested = False
         self._closed = False

@@ -15,7 +15,7 @@ from farspan.domain.model import ModelSpec, count_parameters
 from farspan.domain.objective import TOLERANCE, Objective
 from farspan.domain.problems import Refusal, command
 from farspan.domain.suggest import advise, known_names
-from farspan.domain.units import format_count, parse_rate
+from farspan.domain.units import format_count, parse_duration, parse_frequency, parse_rate
 from farspan.planning.candidate import Candidate, Refused
 from farspan.planning.plan_question import Question, model_of, train_of
 from farspan.planning.rank_plans import rank_plans
@@ -194,6 +194,10 @@ def candidate_as_json(candidate: Candidate | Refused, cluster: Cluster) -> dict[
         "minutes": candidate.time_s / 60,
         "memory_bytes": dict(zip(devices, totals, strict=True)),
     }
+    interruptions = candidate.interruptions
+    if interruptions is not None:
+        row["interruptions"] = interruptions.as_json(estimate.equal_loss_s)
+        row["interruptions"]["expected_usd"] = candidate.usd
     return row | {
         "unchosen": candidate.unchosen,
         "estimate": {**estimate.as_json(), **figures},
@@ -306,11 +310,14 @@ def rank_rentals(
     usd: float | None = None,
     kinds: Sequence[str] = (),
     network: str | None = None,
+    preemption: str | None = None,
+    lease: str | None = None,
 ) -> Rent:
     """Rank the catalogue's devices (of these `kinds`, or all) and their counts by time and dollars,
-    for a run that may take `hours` and `usd`."""
+    for a run that may take `hours` and `usd`. A host is taken away `preemption` (as 0.1/h) times
+    in the mean, and after its `lease`."""
     from farspan.planning.quantities import parse_positive
-    from farspan.planning.rent import Budget
+    from farspan.planning.rent import Budget, Terms
     from farspan.planning.rent import price_offers as rank_offers
 
     budget = Budget()
@@ -321,6 +328,12 @@ def rank_rentals(
         budget = budget._replace(usd=parse_positive(float, usd, "--usd", "24"))
     if network is not None:
         bandwidth = parse_positive(parse_rate, network, "--network", "100Gbit/s")
+    terms = Terms()
+    if preemption is not None:
+        rate = parse_positive(parse_frequency, preemption, "--preemption", "0.1/h")
+        terms = terms._replace(preemptions_per_s=rate)
+    if lease is not None:
+        terms = terms._replace(lease_s=parse_positive(parse_duration, lease, "--lease", "24h"))
     return rank_offers(
         model_of(query.question.model),
         query.train,
@@ -329,6 +342,7 @@ def rank_rentals(
         allow=query.allow,
         kinds=kinds,
         bandwidth=bandwidth,
+        terms=terms,
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import combinations
 
+import msgspec
+
 from farspan.cli.console import Console
 from farspan.domain.assumed_networks import AssumedNetwork
 from farspan.domain.cluster import Cluster, Device, Link
@@ -24,6 +26,7 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
         text = f"site {site.name}"
         if site.lease_s:
             text += f", lease {format_seconds(site.lease_s)}"
+        text += _frequency_text(site.preemptions_per_s)
         if site.egress_usd_per_byte:
             text += f", egress ${site.egress_usd_per_byte * 1e9:g}/GB"
         if site.lan_bandwidth is not None:
@@ -31,7 +34,11 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
         console.write_line(text)
         for host in site.hosts:
             nic = "" if host.nic is None else f", card {format_rate(host.nic)}"
-            console.write_line(f"  host {host.name}{nic}")
+            lease = ""
+            if host.lease_s is not msgspec.UNSET:
+                lease = f", lease {format_seconds(host.lease_s)}"
+            taken = _frequency_text(host.preemptions_per_s)
+            console.write_line(f"  host {host.name}{nic}{lease}{taken}")
             lines = list(map(_device_text, host.devices))
             for line in dict.fromkeys(lines):
                 console.write_line(f"    {lines.count(line)} x {line}")
@@ -40,6 +47,10 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
         link = cluster.link(a, b)
         text = _link_text(link, cluster.assumed_network(a, b)) if link else "unknown"
         console.write_line(f"link {a} - {b}: {text}")
+
+
+def _frequency_text(per_s: float | msgspec.UnsetType) -> str:
+    return "" if per_s is msgspec.UNSET else f", taken away {per_s * 3600:.3g} times an hour"
 
 
 def _device_text(device: Device) -> str:

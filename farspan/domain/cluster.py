@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -219,6 +219,9 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     folder: str | None = None
     #: A shell command there that succeeds once the host is about to be taken away.
     notice: str | None = None
+    #: As of Site; they go before the site's.
+    lease_s: float | msgspec.UnsetType = msgspec.UNSET
+    preemptions_per_s: float | msgspec.UnsetType = msgspec.UNSET
     #: Whether its interpreter has Triton, PyTorch's compiler for GPUs; unset where nobody looked.
     triton: bool | msgspec.UnsetType = msgspec.UNSET
 
@@ -230,6 +233,9 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     egress_usd_per_byte: float = 0.0
     #: Seconds until the machines are taken away; None is never.
     lease_s: float | None = None
+    #: Times a second that one of its hosts is taken away without notice, in the mean; unset is
+    #: never.
+    preemptions_per_s: float | msgspec.UnsetType = msgspec.UNSET
     #: Seconds that a job waits in the site's queue before it starts.
     queue_s: float = 0.0
     #: Bytes a second, and the round trip, between its hosts; None takes the slower card of two
@@ -319,6 +325,27 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def site_of(self, host: str) -> Site:
         return next(site for site in self.sites if any(other.name == host for other in site.hosts))
+
+    def preemptions_per_s(self, hosts: Iterable[str]) -> float:
+        """Return the times a second that any of these hosts is taken away."""
+        total = 0.0
+        for name in set(hosts):
+            site = self.site_of(name)
+            host = next(host for host in site.hosts if host.name == name)
+            rates = (host.preemptions_per_s, site.preemptions_per_s, 0.0)
+            total += next(rate for rate in rates if rate is not msgspec.UNSET)
+        return total
+
+    def lease_s(self, hosts: Iterable[str]) -> float:
+        """Return the seconds until the first of these hosts is taken back; infinite where none
+        is."""
+        leases = [math.inf]
+        for name in set(hosts):
+            site = self.site_of(name)
+            host = next(host for host in site.hosts if host.name == name)
+            lease = site.lease_s if host.lease_s is msgspec.UNSET else host.lease_s
+            leases.append(math.inf if lease is None else lease)
+        return min(leases)
 
     def with_hosts(self, change: Callable[[Host], Host]) -> Cluster:
         """Return the same cluster with every host changed."""

@@ -42,6 +42,7 @@ from farspan.domain.units import (
     is_bare,
     parse_bytes,
     parse_fraction,
+    parse_frequency,
     parse_program_seconds,
     parse_rate,
     parse_round_trip,
@@ -86,6 +87,7 @@ QUANTITIES = {
     "window": Bounds(parse_bytes, 1000, 2**40),
     "loss": Bounds(parse_fraction, 0, MAX_LOSS),
     "lease": Bounds(parse_program_seconds, 1, 1e9, bare_unit="h"),
+    "preemption": Bounds(parse_frequency, 0, 1),
     "queue": Bounds(parse_program_seconds, 0, 1e9, bare_unit="h"),
     "turn": Bounds(parse_program_seconds, 0, 10, bare_unit="h"),
     "share": Bounds(parse_fraction, 0.001, 1),
@@ -95,6 +97,7 @@ CLUSTER_NAMES = {
     "rtt": "rtt_s",
     "jitter": "jitter_s",
     "lease": "lease_s",
+    "preemption": "preemptions_per_s",
     "queue": "queue_s",
     "turn": "turn_s",
     "lan": "lan_bandwidth",
@@ -189,6 +192,9 @@ class HostEntry(
     python: str = "python3"
     folder: str | None = None
     notice: str | None = None
+    #: As of a site; they go before the site's.
+    lease: Quantity | msgspec.UnsetType = msgspec.UNSET
+    preemption: Quantity | msgspec.UnsetType = msgspec.UNSET
     #: Whether that interpreter has Triton, PyTorch's compiler for GPUs.
     triton: bool | msgspec.UnsetType = msgspec.UNSET
 
@@ -202,6 +208,8 @@ class SiteEntry(
     #: Dollars for 10^9 bytes that leave the site.
     egress: float = 0.0
     lease: Quantity | None = None
+    #: How often one of its hosts is taken away without notice, as 0.1/h.
+    preemption: Quantity | msgspec.UnsetType = msgspec.UNSET
     #: What a job waits there before it starts.
     queue: Quantity | None = None
     #: Rate and round trip between its hosts.
@@ -424,7 +432,7 @@ class _Reader:
                 value = Interconnect(**self._read_fields(value, place))
             elif key == "bandwidth" and isinstance(entry, LinkEntry):
                 value = self._quantity(NETWORK_BANDWIDTH, value, place)
-            elif key in QUANTITIES:
+            elif key in QUANTITIES and value is not msgspec.UNSET:
                 value = self._quantity(QUANTITIES[key], value, place)
             fields[CLUSTER_NAMES.get(key, key)] = value
         return fields
@@ -520,17 +528,23 @@ def to_file(cluster: Cluster) -> ClusterFile:
         hosts = {}
         for host in site.hosts:
             devices = tuple(map(_device_entry, host.devices))
-            hosts[host.name] = _entry(HostEntry, host, devices=devices)
+            often = _frequency(host.preemptions_per_s)
+            hosts[host.name] = _entry(HostEntry, host, devices=devices, preemption=often)
         sites[site.name] = _entry(
             SiteEntry,
             site,
             hosts=hosts,
             price=None,
+            preemption=_frequency(site.preemptions_per_s),
             egress=site.egress_usd_per_byte * 1e9,
             queue=site.queue_s or None,
         )
     links = [_entry(LinkEntry, link, between=(link.a, link.b)) for link in cluster.links]
     return ClusterFile(sites=sites, links=tuple(links), allreduce_s=cluster.allreduce_s)
+
+
+def _frequency(per_s: float | msgspec.UnsetType) -> str | msgspec.UnsetType:
+    return msgspec.UNSET if per_s is msgspec.UNSET else f"{per_s!r}/s"
 
 
 def _device_entry(device: Device) -> DeviceEntry:

@@ -155,7 +155,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    every: Quantity = "5m"
+    #: Time between two; `auto` is 5m, or Daly's best where the cluster's machines are taken away.
+    every: Quantity = "auto"
     keep: Positive = 3
     #: Where each checkpoint is copied: `site`, a folder, `s3://BUCKET/PREFIX`; one or several.
     copy: CopyLocation | tuple[CopyLocation, ...] = ()

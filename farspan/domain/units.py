@@ -66,6 +66,8 @@ _PREFIXES = {"P": 1e15, "T": 1e12, "G": 1e9, "B": 1e9, "M": 1e6, "k": 1e3}
 
 #: From this share of the next prefix on three digits are rounded up to it.
 ROUNDS_UP = 0.9995
+#: Times a second, at most, that a machine is taken away.
+MOST_FREQUENT = 1 / 60
 
 
 def _split_unit(text: str | int | float) -> tuple[float, str]:
@@ -171,6 +173,20 @@ def parse_fraction(text: str | int | float) -> float:
     if not 0 <= value <= 1:
         raise ValueError(f"{text!r} is not between 0 and 1")
     return value
+
+
+def parse_frequency(text: str | int | float) -> float:
+    """`"0.1/h"` or `"2/day"`, or 0, as times a second. Raises ValueError for more than one a
+    minute: no run gets on between them."""
+    number, unit = _split_unit(text)
+    if not unit and number == 0:
+        return 0.0
+    seconds = _SECONDS.get(unit.removeprefix("/").strip().lower(), 0.0)
+    if not unit.startswith("/") or not seconds or unit.strip() == "/":
+        raise ValueError(f"{text!r} is no number of times in a time; write it like 0.1/h or 2/day")
+    if number / seconds > MOST_FREQUENT:
+        raise ValueError(f"{text!r} is more often than once a minute")
+    return number / seconds
 
 
 def counted(number: int, noun: str) -> str:

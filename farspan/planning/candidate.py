@@ -11,6 +11,7 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem
 from farspan.domain.trial import Trial
 from farspan.domain.units import format_seconds
+from farspan.estimate.interruptions import Interruptions
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,13 +23,15 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     places: tuple[int, ...]
     plan: Plan
     estimate: Estimate
-    #: Seconds until the run's loss is that of synchronous training, queues included, without a
-    #: deadline that cuts it short.
+    #: Expected seconds until the run's loss is that of synchronous training, queues and
+    #: interruptions included, without a deadline that cuts it short.
     time_s: float
     #: Seconds of them that the job waits in a queue.
     queue_s: float = 0.0
-    #: Seconds after which a site of its takes its machines back.
+    #: Seconds after which the first of its machines is taken back.
     lease_s: float = math.inf
+    #: How its machines are taken away without notice; None where the cluster gives no rate.
+    interruptions: Interruptions | None = None
     #: Why a plan that fits is listed but not chosen, however long it takes.
     barred: str | None = None
     #: What its few steps took, where it was tried: its estimate keeps that pace then.
@@ -37,10 +40,21 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def unchosen(self) -> str | None:
         """Why a plan that fits is listed but not chosen."""
-        run_end_s = self.queue_s + self.estimate.run_s
-        if self.barred or run_end_s <= self.lease_s:
+        if self.barred or not self.outlasts_lease:
             return self.barred
         return f"a lease ends after {format_seconds(self.lease_s)}, before the run does"
+
+    @property
+    def outlasts_lease(self) -> bool:
+        """Return whether a lease is expected to end before the run does."""
+        run_s = self.expected_s(self.estimate.whole_s)
+        deadline_s = self.estimate.workload.deadline_s
+        end_s = self.queue_s + (run_s if deadline_s is None else min(run_s, deadline_s))
+        return end_s > self.lease_s
+
+    def expected_s(self, work_s: float) -> float:
+        """Return the expected seconds of so many of undisturbed training."""
+        return work_s if self.interruptions is None else self.interruptions.expected_s(work_s)
 
     @property
     def eligible(self) -> bool:

@@ -18,6 +18,7 @@ from farspan.domain.probe_requests import ProbeResult
 from farspan.domain.problems import Refusal
 from farspan.domain.train import Precision, TrainSpec
 from farspan.domain.units import counted, format_count, format_seconds
+from farspan.estimate.interruptions import choose_save_interval
 from farspan.planning.choose_model import ChosenModel
 from farspan.planning.device_modes import settle_asked
 from farspan.planning.model_speed import step_seconds
@@ -138,6 +139,11 @@ def choose_train(
         validate_tokens=validate_tokens,
         patience=patience,
     )
+    best_s = None
+    if config.checkpoint.every == "auto":
+        best_s = choose_save_interval(cluster, count_parameters(chosen.model))
+    if best_s is not None:
+        train = replace(train, checkpoint_every_s=best_s)
     train, origin = apply_recipe(train, asked, chosen.model, epochs, step_tokens / workers)
     train, modes_from = _choose_modes(config, cluster, train)
     origin |= modes_from
@@ -146,6 +152,10 @@ def choose_train(
     origin["train.steps"] = steps_from
     origin["train.batch"] = batch_from
     origin["train.precision"] = precision_from
+    if best_s is not None:
+        origin["train.checkpoint_every_s"] = "auto: least expected time at the cluster's preemption"
+    elif config.checkpoint.every != "auto":
+        origin["train.checkpoint_every_s"] = "run.yaml"
     origin["train.warmup_steps"] = given_or(asked.warmup, "default: 5 % of the steps")
     origin["train.deadline_s"] = "default: none" if end_s is None else "run.yaml: budget"
     origin["train.patience"] = given_or(asked.patience, patience_default)

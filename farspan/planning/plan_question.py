@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 import msgspec
+from msgspec.structs import replace
 
 from farspan import models
 from farspan.domain.cluster import Cluster
@@ -19,6 +20,7 @@ from farspan.domain.struct_files import load
 from farspan.domain.suggest import advise, known_names
 from farspan.domain.train import Precision, TrainSpec
 from farspan.domain.units import parse_count
+from farspan.estimate.interruptions import choose_save_interval
 from farspan.planning.choose_model import DEFAULT_FAMILY
 from farspan.planning.choose_train import batch_tokens
 from farspan.planning.device_modes import settle_asked
@@ -110,6 +112,9 @@ def train_of(question: Question, model: ModelSpec, cluster: Cluster, file: str =
         recompute=question.recompute,
         wan_bits=question.wan_bits,
     )
+    best_s = choose_save_interval(cluster, count_parameters(model))
+    if best_s is not None:
+        train = replace(train, checkpoint_every_s=best_s)
     return settle_asked(train, cluster)
 
 

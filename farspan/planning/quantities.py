@@ -26,6 +26,8 @@ Number = TypeVar("Number", int, float)
 ANY = ("0", "1e15")
 TIME_BOUNDS = ("1ms", "100y")
 PARAMETERS = ("1", "100T")
+#: Seconds between checkpoints where no machine is taken away.
+SAVE_INTERVAL_S = 300.0
 RATES = ("1kB/s", "1000TB/s")
 #: Names of the size dial: parameters in all, embeddings included.
 SIZES = {
@@ -153,6 +155,9 @@ def asked_rows(
 
 
 def save_every_s(config: RunConfig) -> float:
+    """Return the seconds between checkpoints; of `auto` those where no machine is taken away."""
+    if config.checkpoint.every == "auto":
+        return SAVE_INTERVAL_S
     return parse_positive(parse_duration, config.checkpoint.every, "checkpoint.every", "5m")
 
 

@@ -16,6 +16,7 @@ from farspan.domain.objective import TOLERANCE, Objective
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.train import TrainSpec
 from farspan.estimate.estimate_plan import price
+from farspan.estimate.interruptions import expect_interruptions
 from farspan.estimate.scaling_law import scaling_law_loss
 from farspan.planning.candidate import Candidate, Refused
 from farspan.planning.cluster_parts import ClusterPart, all_parts, whole_cluster
@@ -109,18 +110,23 @@ def price_technique(task: Task, part: ClusterPart, name: str) -> Candidate | Ref
     plan = settle_modes(answer, task.costs, estimate)
     if plan.devices != answer.devices:
         estimate = price(plan, task.costs_on(plan.devices))
-    sites = [task.cluster.site_of(device.host) for device in plan.devices]
-    queue_s = max(site.queue_s for site in sites)
-    leases = [site.lease_s for site in sites if site.lease_s is not None]
+    hosts = [device.host for device in plan.devices]
+    queue_s = max(task.cluster.site_of(host).queue_s for host in hosts)
+    every_s = plan.train.checkpoint_every_s
+    parameters = count_parameters(plan.model)
+    interruptions = expect_interruptions(task.cluster, hosts, parameters, every_s)
+    work_s = estimate.equal_loss_s
+    expected_s = work_s if interruptions is None else interruptions.expected_s(work_s)
     return Candidate(
         technique=name,
         where=part.name,
         places=part.places,
         plan=plan,
         estimate=estimate,
-        time_s=queue_s + estimate.equal_loss_s,
+        time_s=queue_s + expected_s,
         queue_s=queue_s,
-        lease_s=min(leases, default=math.inf),
+        lease_s=task.cluster.lease_s(hosts),
+        interruptions=interruptions,
         barred=_find_bar(task, estimate),
     )
 

@@ -63,8 +63,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     #: Whether pipelines were searched too: only where they might beat every other offer in time or
     #: dollars.
     searched: bool
-    #: Whether it ends in time, and within the dollars, that were given; False where it does not
-    #: fit.
+    #: Whether it ends in time, and within the dollars, that were given, and within the lease; False
+    #: where it does not fit.
     meets: bool = False
 
     @property
@@ -104,6 +104,14 @@ class Budget(NamedTuple):
         return time_s < math.inf and time_s <= self.seconds and usd <= self.usd
 
 
+class Terms(NamedTuple):
+    """How rented hosts are taken away: times a second of each, without notice, and after so many
+    seconds."""
+
+    preemptions_per_s: float | msgspec.UnsetType = msgspec.UNSET
+    lease_s: float | None = None
+
+
 def price_offers(
     model: ModelSpec,
     train_for: Callable[[ModelSpec, Cluster], TrainSpec],
@@ -114,6 +122,7 @@ def price_offers(
     counts: Sequence[int] = COUNTS,
     kinds: Sequence[str] = (),
     bandwidth: float | None = None,
+    terms: Terms = Terms(),
 ) -> Rent:
     """Price every offer. `kinds` and `counts` leave some out; without a `bandwidth` hosts have what
     is assumed of their shape. Raises Refusal for a kind without a price."""
@@ -121,10 +130,13 @@ def price_offers(
     quick = []
     for kind, (device, price) in _priced_devices(kinds).items():
         for count in counts:
-            quick.append(renting.offer(kind, rented_cluster(device, count, bandwidth), price))
+            cluster = rented_cluster(device, count, bandwidth, terms)
+            quick.append(renting.offer(kind, cluster, price))
     offers = []
     for offer in renting.searched(quick):
-        offers.append(replace(offer, meets=budget.meets(offer.time_s, offer.usd)))
+        outlasts = isinstance(offer.best, Candidate) and offer.best.outlasts_lease
+        meets = budget.meets(offer.time_s, offer.usd) and not outlasts
+        offers.append(replace(offer, meets=meets))
     offers.sort(key=lambda offer: (offer.usd_per_hour, offer.kind, offer.count))
     offers.sort(key=lambda offer: (offer.usd, offer.time_s))
     assumed_bandwidth = SITE_BANDWIDTH if bandwidth is None else bandwidth
@@ -194,13 +206,15 @@ def _known_networks(offers: Sequence[Offer]) -> dict[str, AssumedNetwork]:
     return known
 
 
-def rented_cluster(device: Device, count: int, bandwidth: float | None = None) -> Cluster:
+def rented_cluster(
+    device: Device, count: int, bandwidth: float | None = None, terms: Terms = Terms()
+) -> Cluster:
     """Return `count` devices of a kind as a cluster: hosts of eight, each joined to each."""
     hosts = []
     for first in range(0, count, HOST):
         name = f"node{first // HOST + 1}"
         hosts.append(Host(name=name, devices=(device,) * min(HOST, count - first)))
-    cluster = Cluster(sites=(Site(name="cloud", hosts=tuple(hosts)),))
+    cluster = Cluster(sites=(Site(name="cloud", hosts=tuple(hosts), **terms._asdict()),))
     links = []
     for a, b in itertools.combinations(hosts, 2):
         link = cluster.link(a.name, b.name)

@@ -314,7 +314,8 @@ def _with_step_s(
         interval=interval or priced.interval,
     )
     changed = with_loss(changed, count_parameters(candidate.plan.model))
-    return replace(candidate, estimate=changed, time_s=candidate.queue_s + changed.equal_loss_s)
+    time_s = candidate.queue_s + candidate.expected_s(changed.equal_loss_s)
+    return replace(candidate, estimate=changed, time_s=time_s)
 
 
 def _prefer_trials(ranking: Ranking, asked: SelectionTask) -> Ranking:

@@ -30,6 +30,7 @@ from farspan.planning.ranking import (
     devices_line,
     equal_loss_note,
     format_spending,
+    interruptions_note,
     refused_by_reason,
     relative_cost,
     same_plan,
@@ -118,7 +119,9 @@ def describe_choice(ranking: Ranking) -> str:
     time = f"{time_line(chosen)}{money}{equal_loss_note(chosen)}"
     step = f"Step of {short_time(estimate.step_s)}: {', '.join(shares)}."
     best = BEST_BY_OBJECTIVE[ranking.objective]
-    return f"{candidate_name(chosen)} ({devices}) is {best}: {time}. {step}"
+    note = interruptions_note(chosen)
+    expects = f" {note}." if note else ""
+    return f"{candidate_name(chosen)} ({devices}) is {best}: {time}. {step}{expects}"
 
 
 def _explain_no_choice(ranking: Ranking) -> str:

@@ -30,6 +30,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--network",
         help="between hosts of 8 (default: a known machine's of that shape, else 10Gbit/s)",
     )
+    group.add_argument("--preemption", help="how often a host is taken away, as 0.1/h")
+    group.add_argument("--lease", help="time until the hosts are taken back, as 24h")
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
@@ -41,6 +43,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
         usd=given.usd,
         kinds=given.device,
         network=given.network,
+        preemption=given.preemption,
+        lease=given.lease,
     )
     print_rent(rented, given, console)
     candidates = []
@@ -65,10 +69,11 @@ def print_rent(rented: Rent, given: argparse.Namespace, console: Console) -> Non
     from farspan.domain.plan_words import join_words
     from farspan.planning.candidate import Candidate
     from farspan.planning.plan_question import model_of
+    from farspan.planning.ranking import candidate_name, interruptions_note
     from farspan.report.tables import table_lines
 
     model = model_of(given.model)
-    limited = given.hours is not None or given.usd is not None
+    limited = any(limit is not None for limit in (given.hours, given.usd, given.lease))
     size = format_count(count_parameters(model))
     console.write_line(
         f"{model.family} of {size} parameters; * is the choice, + the "
@@ -105,6 +110,12 @@ def print_rent(rented: Rent, given: argparse.Namespace, console: Console) -> Non
         rows.append(row)
     for line in table_lines((*heads, "price of"), rows, right={3, 4, 5, 6}, width=text_width()):
         console.write_line(line)
+
+    if rented.chosen is not None:
+        best = offers[rented.chosen].best
+        assert isinstance(best, Candidate)
+        if note := interruptions_note(best):
+            console.write_line(f"\n{candidate_name(best)}: {note}.")
 
     # What is left out, and what is assumed.
     misfits = len(offers) - len(fitting)

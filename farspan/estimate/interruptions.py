@@ -1,0 +1,107 @@
+"""Expected time of a run on machines that are taken away, and the best time between its saves (Daly
+2006)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import msgspec
+
+from farspan.domain.cluster import Cluster
+
+#: Seconds from a fault to the next training step: the median of 44 restarts (docs/reliability.md).
+RESTART_S = 14.2
+#: Bytes of a checkpoint for a parameter: weights and both moments of AdamW, in fp32.
+STATE_BYTES = 12
+#: Bytes a second at which the snapshot is taken that a step waits for. Assumed: half of what PCIe
+#: carries (10 GB/s of the engine's host).
+SNAPSHOT_RATE = 5e9
+#: Bytes a second at which the copy reaches the disk while training continues. Assumed: a SATA SSD.
+DISK_RATE = 5e8
+#: Seconds between saves at least.
+LEAST_INTERVAL_S = 10.0
+#: Exponents are cut here: a run that is interrupted so often never ends.
+MOST_EXPONENT = 30.0
+
+
+class Interruptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How often a run is interrupted, and what a save and a restart take. Seconds."""
+
+    #: Interruptions a second: of all hosts that the run uses, as each of them stops it.
+    per_s: float
+    #: A step waits for each save.
+    save_s: float
+    #: From the loss of a host to the first step, and the work done while a save was written.
+    restart_s: float
+    #: Between two saves.
+    every_s: float
+
+    def expected_s(self, work_s: float) -> float:
+        """Return the expected seconds of `work_s` of undisturbed training.
+
+        J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
+        2006, eq. 20: exponential interruptions, also of restarts and saves. Work that ends before
+        the first save is one interval without a save.
+        """
+        if self.per_s == 0:
+            return work_s + self.save_s * math.floor(work_s / self.every_s)
+        mean_s = 1 / self.per_s
+        interval_s = min(self.every_s, work_s)
+        save_s = self.save_s if work_s > self.every_s else 0.0
+        if interval_s <= 0:
+            return work_s
+        restart = math.exp(min(self.restart_s / mean_s, MOST_EXPONENT))
+        segment = math.expm1(min((interval_s + save_s) / mean_s, MOST_EXPONENT))
+        return mean_s * restart * segment * work_s / interval_s
+
+    def as_json(self, work_s: float) -> dict[str, float]:
+        """Return the figures of `work_s` of training as `--json` has them."""
+        expected_s = self.expected_s(work_s)
+        return {
+            "per_hour": self.per_s * 3600,
+            "save_s": self.save_s,
+            "restart_s": self.restart_s,
+            "checkpoint_every_s": self.every_s,
+            "undisturbed_s": work_s,
+            "expected_s": expected_s,
+            "expected_interruptions": self.per_s * expected_s,
+        }
+
+
+def best_interval(per_s: float, save_s: float) -> float:
+    """Return the seconds of work between saves that make the expected time least (Daly 2006, eq.
+    37); infinite where nothing interrupts."""
+    if per_s == 0:
+        return math.inf
+    mean_s = 1 / per_s
+    if save_s >= 2 * mean_s:
+        return mean_s
+    ratio = save_s / (2 * mean_s)
+    return math.sqrt(2 * save_s * mean_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_s
+
+
+def expect_interruptions(
+    cluster: Cluster, hosts: Iterable[str], parameters: int, every_s: float
+) -> Interruptions | None:
+    """Return the interruptions of a run on these hosts; None where no rate is given."""
+    per_s = cluster.preemptions_per_s(hosts)
+    if per_s == 0:
+        return None
+    state = STATE_BYTES * parameters
+    restart_s = RESTART_S + state / DISK_RATE
+    save_s = state / SNAPSHOT_RATE
+    return Interruptions(per_s=per_s, save_s=save_s, restart_s=restart_s, every_s=every_s)
+
+
+def choose_save_interval(cluster: Cluster, parameters: int) -> float | None:
+    """Return the seconds between saves for a run on all hosts of a cluster; None where no rate is
+    given."""
+    hosts = [host.name for host in cluster.machines]
+    expected = expect_interruptions(cluster, hosts, parameters, math.inf)
+    if expected is None:
+        return None
+    # One save is written at a time.
+    written_s = STATE_BYTES * parameters / DISK_RATE
+    best_s = best_interval(expected.per_s, expected.save_s)
+    return max(best_s, written_s, LEAST_INTERVAL_S)
