@@ -330,7 +330,9 @@ def rank_rentals(
         bandwidth = parse_positive(parse_rate, network, "--network", "100Gbit/s")
     terms = Terms()
     if preemption is not None:
-        rate = parse_positive(parse_frequency, preemption, "--preemption", "0.1/h")
+        rate = parse_positive(
+            parse_frequency, preemption, "--preemption", "0.1/h", within=("0", "1/min")
+        )
         terms = terms._replace(preemptions_per_s=rate)
     if lease is not None:
         terms = terms._replace(lease_s=parse_positive(parse_duration, lease, "--lease", "24h"))

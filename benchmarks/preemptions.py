@@ -1,0 +1,155 @@
+"""Expected against measured time of a run whose workers are killed at drawn times.
+
+    python benchmarks/preemptions.py [--work-s 180] [--mean-s 20] [--seed 1]
+
+Two workers on this machine. An undisturbed run gives the time of a step, a run with one kill at a
+time gives the restart. Then a long run is disturbed: after exponential times, one worker gets
+SIGKILL. Its seconds, first step to last, are compared with `Interruptions.expected_s`. Both, and
+their ratio, are written to results/preemptions.json; the exit code is 1 beyond 15 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from farspan.domain.run import source_commit
+from farspan.domain.run_events import Finished, Step
+from farspan.domain.struct_files import save
+from farspan.domain.train import TrainSpec
+from farspan.estimate.interruptions import Interruptions
+from tests import tiny
+from tests.app.supervised import Watched, made
+
+RESULTS = Path(__file__).parent / "results" / "preemptions.json"
+#: Seconds between saves, and steps of the runs that calibrate.
+EVERY_S = 3.0
+CALM_STEPS = 3000
+#: Kills of the run that times restarts.
+CALIBRATIONS = 3
+TOLERANCE = 0.15
+
+
+class Preempted(msgspec.Struct, frozen=True, kw_only=True):
+    commit: str | None
+    seed: int
+    steps: int
+    interruptions: Interruptions
+    kills: int
+    undisturbed_s: float
+    expected_s: float
+    measured_s: float
+
+
+def training(steps: int) -> TrainSpec:
+    return TrainSpec(
+        steps=steps,
+        batch=8,
+        seq_len=16,
+        precision="fp32",
+        validate_every=steps,
+        checkpoint_every_s=EVERY_S,
+    )
+
+
+def watch(path: Path, steps: int, mean_s: float, seed: int, most: int = 10**9) -> Watched:
+    """Train a run to its end, and kill a drawn worker after drawn times of `mean_s` in the mean.
+
+    Kills between two starts find no worker: they interrupt the restart no further.
+    """
+    watched = Watched(made(path, tiny.plan(training(steps), rows=(4, 4), micro_rows=4)))
+    done = threading.Event()
+    first_step = threading.Event()
+    kills = 0
+
+    def kill() -> None:
+        nonlocal kills
+        draw = random.Random(seed)
+        first_step.wait()
+        while kills < most and not done.wait(draw.expovariate(1 / mean_s)):
+            with contextlib.suppress(AssertionError, ProcessLookupError, ValueError):
+                watched.signal(draw.randrange(2), signal.SIGKILL)
+                kills += 1
+
+    watched._at_step = lambda watched, step: first_step.set()
+    killing = threading.Thread(target=kill, daemon=True)
+    if mean_s:
+        killing.start()
+    ending = watched.train()
+    done.set()
+    first_step.set()
+    if mean_s:
+        killing.join()
+    if not isinstance(ending, Finished):
+        raise SystemExit(f"the run ended early: {ending}")
+    return watched
+
+
+def step_events(watched: Watched) -> list[Step]:
+    return [event for event in watched.events if isinstance(event, Step)]
+
+
+def restart_times(watched: Watched) -> list[float]:
+    """Seconds from the last step before each kill to the next step, where steps went back."""
+    steps = step_events(watched)
+    gaps = []
+    for before, after in zip(steps, steps[1:], strict=False):
+        if after.step <= before.step:
+            gaps.append(after.at - before.at)
+    return gaps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--work-s", type=float, default=180.0)
+    parser.add_argument("--mean-s", type=float, default=20.0)
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.monotonic()
+        calm = step_events(watch(Path(folder, "calm"), CALM_STEPS, 0.0, 0))
+        step_s = (calm[-1].at - calm[0].at) / (len(calm) - 1)
+        print(f"step {1e3 * step_s:.2f} ms ({time.monotonic() - began:.0f} s)", flush=True)
+        steps = round(40 / step_s)
+        timed = watch(Path(folder, "timed"), steps, 8.0, 0, CALIBRATIONS)
+        restart_s = statistics.fmean(restart_times(timed))
+        print(f"restart {restart_s:.1f} s ({time.monotonic() - began:.0f} s)", flush=True)
+        steps = round(given.work_s / step_s)
+        disturbed = watch(Path(folder, "run"), steps, given.mean_s, given.seed)
+    events = step_events(disturbed)
+    case = Interruptions(
+        per_s=1 / given.mean_s, save_s=0.0, restart_s=restart_s, every_s=EVERY_S
+    )
+    result = Preempted(
+        commit=source_commit(),
+        seed=given.seed,
+        steps=steps,
+        interruptions=case,
+        kills=len(disturbed.faulted),
+        undisturbed_s=steps * step_s,
+        expected_s=case.expected_s(steps * step_s),
+        measured_s=events[-1].at - events[0].at,
+    )
+    save(result, RESULTS)
+    ratio = result.measured_s / result.expected_s
+    print(
+        f"{result.kills} kills: {result.measured_s:.1f} s, expected {result.expected_s:.1f} s, "
+        f"undisturbed {result.undisturbed_s:.1f} s: {ratio:.3f}"
+    )
+    raise SystemExit(abs(ratio - 1) > TOLERANCE)
+
+
+if __name__ == "__main__":
+    main()
