@@ -22,14 +22,12 @@ from farspan.domain.problems import Problem, Refusal
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.struct_files import load
 from farspan.domain.units import format_seconds
+from farspan.estimate.interruptions import RESTART_S
 from farspan.launch.absent_hosts import find_absent_hosts
 from farspan.launch.agent_pool import AgentPool
 
 #: How often hosts that the run has lost are looked for while it trains.
 RETURN_POLL_S = 15.0
-#: What stopping workers and starting them under another plan takes at least: the medians of
-#: docs/reliability.md, rounded up. A start that was measured goes before it.
-RESTART_S = 15.0
 #: Faults that a device itself may cause. Where they come back the run goes on without it.
 DEVICE_FAULTS = ("worker-lost", "device-missing", "device-busy", "device-unusable")
 

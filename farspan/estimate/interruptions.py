@@ -10,8 +10,9 @@ import msgspec
 
 from farspan.domain.cluster import Cluster
 
-#: Seconds from a fault to the next training step: the median of 44 restarts (docs/reliability.md).
-RESTART_S = 14.2
+#: Seconds from a fault, or from stopping workers, to the next training step: the median of 44
+#: restarts (docs/reliability.md), rounded up.
+RESTART_S = 15.0
 #: Bytes of a checkpoint for a parameter: weights and both moments of AdamW, in fp32.
 STATE_BYTES = 12
 #: Bytes a second at which the snapshot is taken that a step waits for. Assumed: half of what PCIe

@@ -53,7 +53,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         return end_s > self.lease_s
 
     def expected_s(self, work_s: float) -> float:
-        """Return the expected seconds of so many of undisturbed training."""
+        """Return the expected seconds of `work_s` of undisturbed training."""
         return work_s if self.interruptions is None else self.interruptions.expected_s(work_s)
 
     @property

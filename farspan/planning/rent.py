@@ -105,8 +105,8 @@ class Budget(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """How rented hosts are taken away: times a second of each, without notice, and after so many
-    seconds."""
+    """How rented hosts are taken away: times a second of each, without notice, and the seconds
+    of their lease."""
 
     preemptions_per_s: float | msgspec.UnsetType = msgspec.UNSET
     lease_s: float | None = None
