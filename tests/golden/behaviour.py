@@ -44,8 +44,9 @@ from tests.runtime.verify import Case
 
 #: fp32 sums in another order, over a few steps; numbers of bf16 have 8 bits.
 LOSS_REL = {"fp32": 1e-4, "bf16": 2e-2}
-#: Scores of words are made without a model.
-SCORE_ABS = {"bm25": 1e-6, "model": 1e-4, "fused": 1e-4}
+#: Scores of words are made without a model. Fused ones count cosines in their standard deviations,
+#: which are near 0.1 here.
+SCORE_ABS = {"bm25": 1e-6, "model": 1e-4, "fused": 1e-3}
 
 #: Twenty trainings: plans that stand for each technique, and what is changed of their training.
 CURVES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -128,6 +129,9 @@ RUN_COMMANDS: tuple[tuple[str, ...], ...] = (
 LEFT_OUT = {
     "ask": "it needs a language model; tests/serve/test_ask.py has one that stands in",
     "bench": "it measures for minutes",
+    "cluster up": "it needs hosts behind ssh; tests/launch/test_cluster_up.py has some",
+    "cluster status": "as cluster up",
+    "cluster down": "as cluster up",
     "chaos": "it trains a run for minutes, with faults",
     "demo": "it is `train`, `embed` and `search` on the built-in corpus, for minutes",
     "index": "it is `embed` without a run; tests/cli/test_index.py has its answer",
@@ -138,6 +142,7 @@ LEFT_OUT = {
     "lab down": "it needs a lab",
     "mcp": "it runs until its input ends; tests/serve/test_mcp.py talks to it",
     "probe": "its measurements take a quarter of a minute",
+    "slurm": "it needs Slurm; tests/slurm has one",
     "serve": "it runs until it is stopped; its OpenAPI is a part of its own",
     "stop": "it needs a run that has not ended; its answer is that of `logs`",
     "tune": "it fits for half a minute; its manifest is that of `embed`",

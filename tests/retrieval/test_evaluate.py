@@ -274,8 +274,9 @@ def test_weights_are_chosen_on_tuning_queries_alone():
     are."""
     bodies = ["same words"] * 60
     eye = np.eye(60, dtype=np.float32) + 0.1
-    # Words and vectors put document 59 before what was asked for.
-    wrong = np.repeat(eye[[59]], 20, axis=0)
+    # Words and vectors put document 59 first, and vectors what was asked for last: rounding would
+    # order documents that are equally near.
+    wrong = np.repeat(eye[[59]], 20, axis=0) - 0.5 * np.eye(20, 60, dtype=np.float32)
     side = SideVectors(eye, wrong, eye[20:50])
     reported = [Query("same", (n,)) for n in range(20)]
     tuning = [Query("same", (n,)) for n in range(20, 50)]
