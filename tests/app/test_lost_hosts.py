@@ -79,7 +79,8 @@ def test_host_that_comes_back_is_taken_in_at_a_save(
     slow = replace(CPU, learned=LearnedPace(pace=1.5))
     near = Host(name="here", devices=(slow,), enter=(), address="127.0.0.1")
     cluster = Cluster(sites=(Site(name="both", hosts=(near, far.host)),))
-    plan = tiny.plan(replace(ENDLESS, steps=2_000), micro_rows=4)
+    train = replace(ENDLESS, steps=2_000)
+    plan = tiny.plan(train, micro_rows=4)
     plan = replace(plan, devices=(replace(plan.devices[0], host="far"),))
     run = made_on(tmp_path / "run", plan, cluster)
     whole = load_cluster_json(run.cluster)
@@ -117,7 +118,7 @@ def test_host_that_comes_back_is_taken_in_at_a_save(
     # The other plan adds in another order, whose rounding grows with the steps.
     (again,) = [event for event in watched.events if isinstance(event, Recovered)]
     last = again.step + MORE
-    expected = undisturbed(tmp_path / "undisturbed", last)
+    expected = undisturbed(tmp_path / "undisturbed", last, tiny.plan(train, micro_rows=4))
     for step in range(again.step + 1, last + 1):
         assert watched.losses[step] == pytest.approx(expected[step], rel=1e-5)
 

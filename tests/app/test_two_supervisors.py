@@ -35,6 +35,7 @@ TWO = tiny.plan(replace(TRAIN, steps=STEPS, checkpoint_every_s=0.2), rows=(4, 4)
 #: Longer than any test waits, and steps that the machine with the copy makes.
 ENDLESS = replace(TWO.train, steps=100_000, validate_every=100_000)
 MORE = 20
+ENDLESS_TWO = replace(TWO, train=ENDLESS)
 #: Trains a run folder as `farspan train --until-done` does; its last word is the refusal's code.
 TRAINING = """
 import sys
@@ -122,14 +123,14 @@ def updates(log: Path) -> list[str]:
     return log.read_text().split()
 
 
-def undisturbed(path: Path, last: int) -> dict[int, float]:
+def undisturbed(path: Path, last: int, plan: Plan = ENDLESS_TWO) -> dict[int, float]:
     """The losses of a run that nothing disturbs, until a step."""
 
     def stop(watched: Watched, step: int) -> None:
         if step == last:
             watched.supervisor.request_stop()
 
-    watched = Watched(made(path / "run", replace(TWO, train=ENDLESS)), stop)
+    watched = Watched(made(path / "run", plan), stop)
     watched.train()
     return {step: loss for step, loss in watched.losses.items() if step <= last}
 
@@ -167,7 +168,7 @@ def test_half_that_is_asked_to_goes_on_without_the_other_site(home: Side, tmp_pa
 def test_machine_with_a_copy_goes_on_where_the_supervisor_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    home = make_home(tmp_path, replace(TWO, train=ENDLESS))
+    home = make_home(tmp_path, ENDLESS_TWO)
     monkeypatch.setattr(host_claims, "LEASE_S", 3.0)
     supervisor = train_elsewhere(home, tmp_path / "killed.log")
     try:
