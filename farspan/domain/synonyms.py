@@ -245,6 +245,7 @@ VALUE_SYNONYMS: Rows = (
     # Parts of commands.
     ("create start make", ("up",)),
     ("delete remove rm destroy kill", ("down",)),
+    ("ls dir", ("list",)),
     ("run ssh enter shell", ("exec",)),
     # Options.
     ("output outfile outdir outputdir o", ("--out", "--run")),

@@ -60,7 +60,7 @@ def fix_of(done) -> str:
         ),
         (
             ["plan", "--launcher", "mpirun"],
-            "--launcher local, --launcher ray or --launcher torchrun",
+            "--launcher local, --launcher ray, --launcher slurm or --launcher torchrun",
         ),
         (["train", "--set", "index.store=postgres"], "set index.store: pgvector"),
         (["train", "--set", "data.bad=ignore"], "set data.bad: skip"),
@@ -73,7 +73,7 @@ def fix_of(done) -> str:
         (["kill"], "farspan stop --help"),
         (["stat"], "farspan status --help"),
         (["frobnicate"], "farspan --help"),
-        (["cluster", "ls"], "farspan cluster --help"),
+        (["cluster", "ls"], "farspan cluster status or farspan cluster list"),
         (["cluster", "shwo"], "farspan cluster show"),
         (["train", "--learning-rate", "1"], "use --set train.optimizer.lr=VALUE"),
         (["train", "--epochs=3"], "use --set train.epochs=3"),
@@ -176,7 +176,7 @@ def test_folder_in_place_of_a_cluster_brings_the_files_in_it(here: Farspan, tmp_
 
 
 def test_every_command_that_takes_a_run_takes_it_as_a_word_alone() -> None:
-    """`train` and `demo` make a folder; what an option of theirs names is no run yet."""
+    """`train`, `slurm` and `demo` make a folder; what an option of theirs names is no run yet."""
     takers = []
     for name in cli.command_names():
         parser = cli.build_command_parser(name)
@@ -184,7 +184,7 @@ def test_every_command_that_takes_a_run_takes_it_as_a_word_alone() -> None:
             action for action in parser._actions if action.dest in ("run", "runs", "run_option")
         ]
         shown = [action for action in runs if action.help != cli.argparse.SUPPRESS]
-        if not shown or name in ("train", "demo"):
+        if not shown or name in ("train", "demo", "slurm"):
             continue
         takers.append(name)
         assert not [action for action in shown if action.option_strings], name
