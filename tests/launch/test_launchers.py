@@ -425,7 +425,7 @@ def test_a_launcher_that_does_not_exist(tmp_path):
         "launcher-unusable",
         "--launcher torchrun",
     )
-    assert launcher_names() == ["local", "ray", "torchrun"]
+    assert launcher_names() == ["local", "ray", "slurm", "torchrun"]
 
 
 def test_a_running_ray_cluster_needs_a_token(tmp_path):
