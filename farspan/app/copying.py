@@ -1,8 +1,8 @@
 """Keeps the copies of a run up to date while it is trained: the newest checkpoint is copied as soon
 as it is in the run's folder, one copy at a time.
 
-A checkpoint that is saved meanwhile is copied next, and those before it are not. A copy that fails
-is warned of; the next save is copied again.
+Of the checkpoints that are saved during a copy the newest is copied next, and no other. A copy that
+fails is warned of; the next save is copied again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from farspan.planning.quantities import copy_rate, save_every_s
 
 #: How often the run's folder is looked at for a new checkpoint, and a copy for its end.
 COPY_POLL_S = 1.0
-#: A copy of which nothing has moved for this long is ended, and made again after the next save.
+#: A copy that has not moved for this long is ended, and made again after the next save.
 COPY_SILENCE_S = 600.0
 #: The end of a run waits this long for its last copy; a stop, or an end by a fault, no longer than
 #: the shortest notice before a machine is taken away leaves.

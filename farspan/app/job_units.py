@@ -69,11 +69,12 @@ def systemd_unit(name: str, words: Sequence[object]) -> str:
 
 def cron_lines(name: str, words: Sequence[object]) -> str:
     """Write the lines of a crontab for a job: at the machine's start, and every ten minutes in case
-    it was killed."""
+    it was killed. cron knows no stop: a job that was stopped begins again, too."""
     log = shell_line(Path.cwd() / f"{_plain(name)}.cron.log")
     command = f"cd {shell_line(Path.cwd())} && {shell_line(*job_command(words))} >>{log} 2>&1"
     command = command.replace("%", r"\%")
-    return f"# crontab -e\n@reboot {command}\n*/10 * * * * {command}\n"
+    head = "# crontab -e   (take both lines out to stop the run: cron begins it again)"
+    return f"{head}\n@reboot {command}\n*/10 * * * * {command}\n"
 
 
 def unit_name(name: str) -> str:

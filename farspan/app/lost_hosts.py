@@ -193,7 +193,7 @@ class LostHosts:
         self._watch_ends.set()
         self._returned = frozenset()
 
-    def plan_with_returned(self, pace: Pace, restart_s: float | None) -> Planned | None:
+    def plan_with_returned(self, pace: Pace) -> Planned | None:
         """Plan with hosts that are back, where that saves more than a start costs; None where
         none is, or it does not."""
         returned = self._returned
@@ -215,7 +215,7 @@ class LostHosts:
             return None
         speedup = _effective_step_s(before) / _effective_step_s(planned.estimate)
         saved_s = self._rest_s(before, pace) * (1 - 1 / speedup)
-        if saved_s <= (RESTART_S if restart_s is None else restart_s):
+        if saved_s <= RESTART_S:
             return None
         hosts_back = ", ".join(sorted(returned & present))
         note = f"{hosts_back} back: the rest takes {format_seconds(saved_s)} less with it"

@@ -35,7 +35,7 @@ class Notifier:
             self.notify("waiting", str(update))
 
     def notify(self, event: str, message: str) -> None:
-        """Run the command in a thread, for training to continue meanwhile."""
+        """Run the command in a thread: training does not wait for it."""
         if self._command is None:
             return
         thread = threading.Thread(target=self._run_command, args=(event, message))

@@ -35,7 +35,8 @@ MAX_SAME_FAULT = 3
 #: This many kills at the same place that may be for memory are. A choice: one may be another
 #: program's doing.
 MAX_SAME_MEMORY_KILLS = 2
-#: After so many starts in a row that brought no new step machines are paid for nothing: a choice.
+#: Starts in a row that bring no new step, at most: beyond that machines are paid for nothing. A
+#: choice.
 MAX_FRUITLESS_STARTS = 6
 
 

@@ -77,7 +77,7 @@ def restore_run(
                 what="this run may have a copy, and not all places can be looked at",
                 where=path,
                 fact="; ".join(unseen),
-                remedy=f"start it anew: {command('train', 'run.yaml', '--run', path)}",
+                remedy=f"begin it again: {command('train', 'run.yaml', '--run', path)}",
             )
         return None
     newest = max(_created(record) for _, record in matching)
@@ -96,7 +96,7 @@ def restore_run(
         what="the copy of this run cannot be used",
         where=path,
         fact="; ".join(causes),
-        remedy=f"start it anew: {command('train', 'run.yaml', '--run', path)}",
+        remedy=f"begin it again: {command('train', 'run.yaml', '--run', path)}",
     )
 
 

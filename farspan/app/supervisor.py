@@ -74,6 +74,8 @@ class Supervisor:
         self._without = without
         self._agents = AgentPool()
         self._renewal = ClaimRenewal()
+        #: Whether hosts keep a claim of the newest start.
+        self._claimed = False
         self._on_fault = load_yaml(run.config, RunConfig).on_fault
         self._faults = Faults()
         self._lost = LostHosts(
@@ -169,7 +171,13 @@ class Supervisor:
         self._copies.request_copy()
         restarts = self._on_fault != "stop"
         context = SupervisorState(
-            lease, epoch, spares, self._agents, again=restarts, flaw_of=flaw_of
+            lease,
+            epoch,
+            spares,
+            self._agents,
+            again=restarts,
+            flaw_of=flaw_of,
+            claimed=self._claimed,
         )
         workers = launch_workers(record.launcher, plan, self._run, cluster, context)
         has_spares = False
@@ -210,7 +218,7 @@ class Supervisor:
     def _take_returned_in(self, workers: Workers) -> None:
         """After a save: end the workers for a plan with hosts that are back, where it pays."""
         if self._returning is None and not self._asked:
-            self._returning = self._lost.plan_with_returned(self._pace, None)
+            self._returning = self._lost.plan_with_returned(self._pace)
             if self._returning is not None:
                 workers.interrupt()
 
@@ -225,6 +233,7 @@ class Supervisor:
     def _begin_epoch(self, lease: Lease) -> Epoch:
         """Begin an epoch, and claim it on the run's hosts."""
         claims = claims_of_run(self._run, self._agents, self._without)
+        self._claimed = claims is not None
         after = 0
         if claims is not None:
             newest = wait_for_claims(
@@ -282,7 +291,7 @@ class Supervisor:
         self._returning = None
         if problem.code == "host-unreachable":
             # A host may be entered no more, and still answer an agent that has been there before.
-            self._agents.close()
+            self._agents.drop()
         halved = None
         around = None
         if fatal is not None:

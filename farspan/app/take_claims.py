@@ -18,6 +18,7 @@ from farspan.domain.suggest import advise, known_names
 from farspan.domain.units import counted
 from farspan.launch.agent_pool import AgentPool
 from farspan.launch.host_claims import HostClaims, needs_claims
+from farspan.launch.workers import KILL_TIMEOUT_S
 
 #: How often hosts that are away, and other supervisors, are looked for.
 HOST_POLL_S = 1.0
@@ -89,7 +90,7 @@ def wait_for_claims(
 
 def take_claims(claims: HostClaims, epoch: int, progress: Progress, sleep: Sleep) -> None:
     """Claim an epoch on more than half of the hosts, and end what workers of another supervisor are
-    left there. Raises Refusal (superseded)."""
+    left there. Raises Refusal (superseded, run-busy)."""
     others = dict[str, str]()
     while True:
         answers = claims.claim(epoch)
@@ -103,9 +104,18 @@ def take_claims(claims: HostClaims, epoch: int, progress: Progress, sleep: Sleep
         holders = ", ".join(sorted(set(others.values())))
         progress(Note(f"waiting until {counted(stopped, 'worker')} of {holders} have saved"))
     deadline = time.monotonic() + STOP_TIMEOUT_S
-    while claims.count_workers(others):
-        if time.monotonic() > deadline:
+    while remaining := claims.count_workers(others):
+        now = time.monotonic()
+        if now > deadline:
             claims.stop_workers(others, kill=True)
+        if now > deadline + KILL_TIMEOUT_S:
+            raise Refusal(
+                "run-busy",
+                what=f"{counted(remaining, 'worker')} of another supervisor do not end",
+                where=claims.path,
+                fact=f"on {', '.join(others)}: they were killed {KILL_TIMEOUT_S:.0f} s ago",
+                remedy=command("resume", claims.path),
+            )
         sleep(HOST_POLL_S)
 
 

@@ -329,7 +329,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def preemptions_per_s(self, hosts: Iterable[str]) -> float:
         """Return the times a second that any of these hosts is taken away."""
         total = 0.0
-        for name in set(hosts):
+        # In their order: sums of floats depend on it.
+        for name in dict.fromkeys(hosts):
             site = self.site_of(name)
             host = next(host for host in site.hosts if host.name == name)
             rates = (host.preemptions_per_s, site.preemptions_per_s, 0.0)

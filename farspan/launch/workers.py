@@ -37,7 +37,7 @@ from farspan.domain.struct_files import cut_unfinished_line, load, write_atomica
 from farspan.domain.worker_exit import WorkerExit
 from farspan.launch.agent_pool import AgentPool
 from farspan.launch.checkpoint_mirror import FlawOf
-from farspan.launch.host_claims import claim_path, needs_claims
+from farspan.launch.host_claims import claim_path
 from farspan.launch.hosts import ask_shell, quote_path
 from farspan.launch.processes import Process, read_file, run_folder
 from farspan.launch.run_folder_transfer import RemoteRun
@@ -76,6 +76,8 @@ class SupervisorState(NamedTuple):
     again: bool = False
     #: Returns why a checkpoint from rank 0's own disk is not whole.
     flaw_of: FlawOf | None = None
+    #: Whether the run's hosts keep a claim of this epoch.
+    claimed: bool = False
 
 
 class Workers(ABC):
@@ -210,7 +212,7 @@ class Workers(ABC):
         the run, and the command that has notice of its end, if it does."""
         variables = self.environment
         record = load(self.run.record, RunRecord)
-        if needs_claims(self.cluster.machines, record.launcher):
+        if self._state.claimed:
             variables[CLAIM_VARIABLE] = claim_path(host, record.identity)
         if host.notice is not None:
             variables[NOTICE_VARIABLE] = host.notice

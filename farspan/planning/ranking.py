@@ -152,8 +152,8 @@ def equal_loss_note(candidate: Candidate) -> str:
 
 
 def interruptions_note(candidate: Candidate) -> str:
-    """Write `expects 2.4 interruptions (0.1 an hour), each about 15 s and the work since a save, a
-    save every 4 min: 24 h 10 min instead of 24 h 00 min`; nothing where no rate is given."""
+    """Write `Expects 2.4 interruptions (0.1 an hour) of 15 s and the steps since a save each, a
+    save every 4 min: 24 h 10 min instead of 24 h`; nothing where no rate is given."""
     interruptions = candidate.interruptions
     if interruptions is None:
         return ""

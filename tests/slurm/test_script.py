@@ -70,13 +70,13 @@ def test_script_without_a_slurm_section_leaves_all_choices_to_the_site():
 def test_modules_conda_and_setup_come_before_farspan_in_this_order():
     script = script_of(
         modules=["gcc/12", "cuda/12.4"],
-        conda="/work/envs/my env",
+        conda="/opt/envs/my env",
         setup=["export NCCL_DEBUG=INFO"],
         offline=True,
     )
     lines = [
         "module load gcc/12 cuda/12.4 || exit 1",
-        "conda activate '/work/envs/my env' || exit 1",
+        "conda activate '/opt/envs/my env' || exit 1",
         "export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1",
         "export NCCL_DEBUG=INFO",
         "env PYTHONSAFEPATH=1 python -m farspan train run.yaml --launcher slurm",
