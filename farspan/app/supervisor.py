@@ -125,14 +125,16 @@ class Supervisor:
                 self._lost.wait(self._pace)
             while True:
                 try:
-                    finished = self._train_once(lease, spares)
+                    with self._explaining_missing_files():
+                        finished = self._train_once(lease, spares)
                 except Refusal as refusal:
                     # A shutdown reaches workers and this process in any order.
                     if self._asked and refusal.problem.code == "preempted":
                         self._require_not_asked()
                     if self._on_fault == "stop" or self._asked:
                         raise
-                    self._recover_from_fault(refusal.problem)
+                    with self._explaining_missing_files():
+                        self._recover_from_fault(refusal.problem)
                     continue
                 interrupted = finished is not None and finished.reason == "interrupted"
                 if interrupted and self._returning is not None:
@@ -151,6 +153,17 @@ class Supervisor:
         with copying_checkpoints(self._run, self._progress, lambda: self._asked) as copies:
             self._copies = copies
             yield
+
+    @contextmanager
+    def _explaining_missing_files(self) -> Iterator[None]:
+        """Report a run's folder that is deleted as that, not as the first file that is missed: they
+        vanish one by one. Raises Refusal (path-missing)."""
+        try:
+            yield
+        except Refusal as refusal:
+            if refusal.problem.code == "path-missing":
+                self._run.require_there(self._run.cluster, self._run.record, self._run.config)
+            raise
 
     # -- one start
     #   --------------------------------------------------------------------------------------------

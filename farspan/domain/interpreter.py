@@ -25,8 +25,8 @@ def module_command(python: str, module: str, *words: str) -> list[str]:
 
 
 def own_command(module: str, *words: str) -> list[str]:
-    """Build the command by which another program on this machine starts a module of farspan, from
-    whatever folder that is in."""
+    """Build the command by which another program on this machine starts a module with this
+    interpreter, from whatever folder that is in."""
     return [sys.executable, "-P", "-m", module, *words]
 
 

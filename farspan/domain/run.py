@@ -248,11 +248,12 @@ class RunFolder:
                 newest = max(newest, int(number))
         return newest
 
-    def require_there(self) -> None:
+    def require_there(self, *others: Path) -> None:
         """Raise Refusal (path-missing) where the folder was deleted, emptied or moved since the run
-        began."""
-        if not self.plan.exists():
-            gone = "has no plan.json" if self.path.is_dir() else "is not there"
+        began: it has no plan.json, or lacks one of the other files."""
+        missing = [path.name for path in (self.plan, *others) if not path.exists()]
+        if missing:
+            gone = f"has no {missing[0]}" if self.path.is_dir() else "is not there"
             raise Refusal(
                 "path-missing",
                 what="the run's folder was deleted or moved while the run was trained",

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from farspan._version import __version__
 from farspan.domain.escapes import shell_line
 from farspan.domain.install import install_command
+from farspan.domain.interpreter import own_command
 from farspan.domain.problems import Refusal
 
 #: What hosts get: training, with all that probes and searches need.
@@ -139,7 +140,7 @@ def installed_build(name: str) -> str:
 def own_pip() -> list[str]:
     """Return the command of a pip here."""
     if importlib.util.find_spec("pip") is not None:
-        return [sys.executable, "-m", "pip"]
+        return own_command("pip")
     return [sys.executable, f"{find_pip_wheel()}/pip"]
 
 

@@ -53,6 +53,7 @@ class Installation:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **environment},
+                    cwd="/",
                     start_new_session=True,
                 )
             except OSError as error:

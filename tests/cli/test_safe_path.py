@@ -21,8 +21,16 @@ from tests.cli.conftest import TINY
 from tests.waiting import LIMIT_S, wait_for
 
 ROOT = Path(__file__).parents[2]
-#: Where Python is started, and a program for old Pythons, which imports nothing of farspan.
-STARTERS = {"farspan/domain/interpreter.py", "farspan/launch/agent.py", "farspan/launch/hosts.py"}
+#: Where Python is started, and programs for old Pythons, which import nothing of farspan: one of
+#: them starts others from the folder /. pip's wheel is run by its path, which is all that leads its
+#: module path.
+STARTERS = {
+    "farspan/domain/interpreter.py",
+    "farspan/launch/agent.py",
+    "farspan/launch/hosts.py",
+    "farspan/launch/own_release.py",
+    "farspan/launch/setup_agent.py",
+}
 #: The one file that makes pools of processes.
 POOLS = "farspan/corpus/processes.py"
 SOURCES = sorted(

@@ -41,6 +41,8 @@ PIPES = {
     "farspan/domain/cgroup_limits.py",
     "farspan/launch/agent.py",
     "farspan/launch/ray_driver.py",
+    "farspan/launch/setup_agent.py",
+    "farspan/launch/tidy_agent.py",
     "farspan/launch/trial.py",
     "farspan/runtime/checkpoint/checkpoint_folder.py",
     "farspan/runtime/probe_process.py",
