@@ -33,6 +33,10 @@ ON_STDIN = "-"
 STORE_PORT = "FARSPAN_STORE_PORT"
 #: A refusal names this many of the runs that there are, the newest first.
 RUNS_SHOWN = 10
+#: In the folder of checkpoints while the survivors of a lost worker write there. They have done so
+#: within SURVIVOR_WRITE_S, or the newest checkpoint stays what it was.
+SURVIVORS_FOLDER = ".survivors"
+SURVIVOR_WRITE_S = 60.0
 
 
 def cache_folder() -> Path:

@@ -23,7 +23,13 @@ from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan, PlannedDevice
 from farspan.domain.preemption_problem import NOTICE_VARIABLE
 from farspan.domain.problems import Refusal
-from farspan.domain.run import HOME_VARIABLE, RunFolder, RunRecord
+from farspan.domain.run import (
+    HOME_VARIABLE,
+    SURVIVOR_WRITE_S,
+    SURVIVORS_FOLDER,
+    RunFolder,
+    RunRecord,
+)
 from farspan.domain.run_events import (
     STOP_REASONS,
     Event,
@@ -52,8 +58,9 @@ WORKER_POLL_S = 0.1
 #: and stays 1 s more to report which rank is lost (`runtime.comm.heartbeat`); the rest is for a
 #: machine that is busy.
 FAILURE_GRACE_S = 8.0
-#: The same where a worker was killed, and they are started again.
-KILLED_WORKER_GRACE_S = 0.2
+#: The same where a worker was killed, and they are started again: they have noticed that and
+#: agreed on what to write (`runtime.checkpoint.last_step`), or have nothing to write.
+KILLED_WORKER_GRACE_S = 1.5
 #: After an interrupt workers get this long to finish their step and save.
 SAVE_TIMEOUT_S = 600.0
 #: A killed worker is gone within this: one of a slow device has memory to give back.
@@ -290,6 +297,8 @@ class Workers(ABC):
             grace_s = FAILURE_GRACE_S
             if self._state.again and -signal.SIGKILL in codes:
                 grace_s = KILLED_WORKER_GRACE_S
+            if (self.run.checkpoints / SURVIVORS_FOLDER).exists():
+                grace_s = SURVIVOR_WRITE_S
             too_late = _has_passed(self._interrupted_at, SAVE_TIMEOUT_S)
             if too_late or _has_passed(self.failed_at, grace_s):
                 self._kill_workers()

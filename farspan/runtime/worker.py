@@ -15,8 +15,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +72,7 @@ from farspan.runtime.model.kernel_selection import select_kernels
 from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.preemption_notice import watch_notice
 from farspan.runtime.stop_and_preemption import Launcher, StopRequests
-from farspan.runtime.training.events import EventLog
+from farspan.runtime.training.events import EventLog, newest_step
 from farspan.runtime.training.sample_order import PackedWindows, ReshuffledWindows
 from farspan.runtime.training.trainer import Trainer
 from farspan.runtime.training.worker_parts import Worker
@@ -205,10 +205,14 @@ def train(
             log.write(finished)
 
         def lost(peer: int, how: How) -> None:
+            if trainer is not None:
+                with print_errors():
+                    keep_last_step(trainer, peer, run, epoch)
             problem = lost_worker_problem(peer, how, plan, run)
             with suppress(OSError, Refusal):
                 finish("failed", problem)
             write_problem_file(problem, run, rank, epoch)
+            group.wait_for_reports()
             # Nothing gentler: the main thread may be in a call that waits for the lost worker.
             os._exit(problem.exit_code)
 
@@ -226,7 +230,8 @@ def train(
                 with suppress(OSError):  # The log lies on the disk that may be full.
                     traceback.print_exception(error)
                     sys.stderr.flush()
-                lost(*lost_peer)
+                with group.writing:
+                    lost(*lost_peer)
             group.announce_exit()
             problem = as_problem(error, plan, run, rank)
             finish("failed", problem)
@@ -244,6 +249,30 @@ def train(
     # All have parted from each other, and what they had is saved.
     if preemption is not None:
         raise Refusal.of(preemption)
+
+
+def keep_last_step(trainer: Trainer, lost: int, run: RunFolder, epoch: Epoch) -> None:
+    """Have the next start begin at the last whole step, where the survivors of a lost worker hold
+    its state: the one that commits it reports the step and the checkpoint."""
+    reported = trainer.write_last_step(lost)
+    if reported is None:
+        return
+    step, saved = reported
+    # Rank 0 may be the one that is lost, before it could report the step.
+    with EventLog(run.events, lambda: require_own(run, epoch)) as log:
+        if newest_step(run.events) < step.step:
+            log.write(step)
+        log.write(saved)
+
+
+@contextmanager
+def print_errors() -> Iterator[None]:
+    """Print an error to the log and ignore it: the process is about to end for another reason."""
+    try:
+        yield
+    except Exception:
+        with suppress(OSError):
+            traceback.print_exc()
 
 
 def require_own(run: RunFolder, epoch: Epoch) -> None:

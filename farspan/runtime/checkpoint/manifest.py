@@ -74,6 +74,8 @@ class TrainerState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     epoch: Count = 0
     #: Steps, from 0 on, whose batch was left out, as its gradient was not finite.
     left_out: tuple[Count, ...] = ()
+    #: Whether the validation of this step is still to be made.
+    validation_due: bool = False
 
 
 class StoredSlice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

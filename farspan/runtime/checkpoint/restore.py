@@ -4,6 +4,7 @@ global tensors."""
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,10 +15,11 @@ from torch import Tensor
 
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
+from farspan.domain.run import SURVIVORS_FOLDER
 from farspan.domain.units import counted
 from farspan.runtime.checkpoint import checkpoint_folder
-from farspan.runtime.checkpoint.checkpoint_folder import AVERAGE, MODEL, MOMENTUM
 from farspan.runtime.checkpoint.manifest import Corrupt, Manifest, TrainerState, boxes
+from farspan.runtime.checkpoint.owned_slices import kept_by_kind
 from farspan.runtime.checkpoint.slice_files import Stored
 from farspan.runtime.comm.worker_group import Group
 from farspan.runtime.parallel.executor import Executor
@@ -42,6 +44,7 @@ def restore(
     if rank == 0:
         with suppress(OSError):  # A save that fails so reports it.
             checkpoint_folder.clean_up(folder)
+            shutil.rmtree(folder / SURVIVORS_FOLDER, ignore_errors=True)
         paths = list(checkpoint_folder.newest_first(folder))
     corrupt = list[str]()
     newest = 0
@@ -88,20 +91,6 @@ def restore(
             remedy="start again: farspan train run.yaml --run NEW_FOLDER",
         )
     return None
-
-
-def kept_by_kind(executor: Executor) -> dict[str, Sequence[Tensor]]:
-    """Return this worker's tensors by bucket, by the kinds of `checkpoint_folder.source_kinds`."""
-    state = executor.state
-    outer = executor.outer
-    kept: dict[str, Sequence[Tensor]] = {MODEL: state.master}
-    if outer is not None:
-        kept = {MODEL: outer.synced_parameters, MOMENTUM: outer.momentum, "master": state.master}
-    kept["exp_avg"] = state.exp_avg
-    kept["exp_avg_sq"] = state.exp_avg_sq
-    if state.average:
-        kept[AVERAGE] = state.average
-    return kept
 
 
 def _read_resumable(path: Path, plan: Plan, accept: Callable[[TrainerState], None]) -> Manifest:

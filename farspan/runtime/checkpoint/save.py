@@ -28,9 +28,11 @@ from farspan.domain.run import RunFolder
 from farspan.domain.struct_files import write_atomically
 from farspan.domain.units import format_seconds
 from farspan.runtime.checkpoint import checkpoint_folder
-from farspan.runtime.checkpoint.checkpoint_folder import MODEL, OWN_STATE, SHARED_STATE, Unsaved
-from farspan.runtime.checkpoint.manifest import TrainerState, boxes
-from farspan.runtime.checkpoint.restore import kept_by_kind, restore
+from farspan.runtime.checkpoint.checkpoint_folder import MODEL, OWN_STATE, Unsaved
+from farspan.runtime.checkpoint.last_step import HostCopy, write_last_step
+from farspan.runtime.checkpoint.manifest import TrainerState
+from farspan.runtime.checkpoint.owned_slices import kept_by_kind, owners_by_piece, slices_of
+from farspan.runtime.checkpoint.restore import restore
 from farspan.runtime.checkpoint.slice_files import OwnedSlice, put_slices, reason
 from farspan.runtime.checkpoint.snapshot import Snapshots
 from farspan.runtime.comm.sealed import Forged, SealedServer, SealedStream
@@ -262,19 +264,9 @@ class Checkpointer:
         """Assign to each worker the pieces of its buckets that it writes: each piece of a replica
         to one of its owners that sees the folder, if any does, and of these to the one with the
         least to write."""
-        manifests = self._whole.manifests
-        # The owners of each piece: rank, bucket, and the piece as it is there.
-        owners: dict[tuple[object, ...], list[tuple[int, int, Piece]]] = {}
-        for rank, manifest in enumerate(manifests):
-            for b, pieces in enumerate(manifest.pieces):
-                if manifest.copies[b]:
-                    continue
-                for piece in pieces:
-                    key = manifest.replica, piece.name, piece.slice, piece.start, piece.stop
-                    owners.setdefault(key, []).append((rank, b, piece))
-        load = [0] * len(manifests)
+        load = [0] * len(self._whole.manifests)
         writers: dict[int, list[tuple[int, Piece]]] = {}
-        for holders in owners.values():
+        for holders in owners_by_piece(self._whole.manifests):
             near = [holder for holder in holders if holder[0] in self._folder.near] or holders
             # Holders are in the order of ranks: of several with the least load the first.
             rank, b, piece = min(near, key=lambda holder: load[holder[0]])
@@ -286,21 +278,8 @@ class Checkpointer:
         self, own: Sequence[tuple[int, Piece]], flats: Mapping[str, Sequence[Tensor]], size: int
     ) -> list[OwnedSlice]:
         """Begin to copy the pieces that this worker writes, of these kinds, for a checkpoint of
-        `size` bytes. The first replica writes the shared ones."""
-        first = self._executor.topology.replica_index == 0
-        slices = list[OwnedSlice]()
-        for kind, buckets in flats.items():
-            if kind in SHARED_STATE and not first:
-                continue
-            for b, piece in own:
-                flat = buckets[b].reshape(-1)
-                if len(flat) == 0:  # A second moment that the optimizer does not keep.
-                    continue
-                name = f"{kind}/{piece.name}"
-                shape = tuple(self._whole.shapes[piece.name])
-                owned = flat[piece.at : piece.at + piece.stop - piece.start]
-                for box in boxes(piece.slice, piece.shape, piece.start, piece.stop):
-                    slices.append(OwnedSlice(name, shape, box.at, box.of(owned)))
+        `size` bytes."""
+        slices = slices_of(self._executor, own, flats)
         copies = self._snapshots.take([part.values for part in slices], size)
         pairs = zip(slices, copies, strict=True)
         return [part._replace(values=values) for part, values in pairs]
@@ -414,6 +393,20 @@ class Checkpointer:
             what=what,
             fact=f"{why}; {state.step} of {state.steps} steps are trained, {self.kept}",
         )
+
+    def write_last_step(self, state: TrainerState, lost: int, copy: HostCopy) -> Written | None:
+        """Write the state of the last whole step, with the other survivors of a lost worker, where
+        it is newer than the newest checkpoint (`last_step.write_last_step`)."""
+        folder = self._folder
+        if self._rank not in folder.near or state.step <= self.newest:
+            return None
+        began = self._monotonic()
+        survivors = folder.near - {lost}
+        saved = write_last_step(self._executor, folder.path, survivors, state, copy)
+        if saved is None:
+            return None
+        path, size = saved
+        return Written(state.step, path, size, self._monotonic() - began)
 
     # -- restoring
     #   --------------------------------------------------------------------------------------------

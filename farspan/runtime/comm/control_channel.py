@@ -113,6 +113,16 @@ class Notices:
         self._send_message(Message(key, _to_bytes(value), first=True))
         return self.wait([key], seconds)[0]
 
+    def agree_to_leave(self, world: int) -> None:
+        """Wait until all workers want to leave: from then on their connections end as planned.
+        Raises ConnectionError where rank 0 has ended."""
+        self.send_to_all(leaving(self.rank), b"1")
+        self.wait([leaving(rank) for rank in range(world)])
+
+    def is_broken(self, peer: int) -> bool:
+        """Return whether the connection of a worker has ended, and not as planned."""
+        return peer in self.ended and leaving(peer) not in self._values
+
     def value_of(self, key: str) -> bytes | None:
         return self._values.get(key)
 
@@ -221,6 +231,10 @@ class Notices:
 
 def came(rank: int) -> str:
     return f"farspan/came/{rank}"
+
+
+def leaving(rank: int) -> str:
+    return f"farspan/leaving/{rank}"
 
 
 def _to_bytes(value: bytes | str) -> bytes:

@@ -33,6 +33,8 @@ OPEN_S = 120.0
 RANK_0_ANSWER_S = 1.5
 #: In addition to a round trip, others need this long to learn which worker is lost.
 HEAR_S = 1.0
+#: An error that all workers meet ends some of them earlier than others, by less than this.
+OWN_ERROR_S = 0.5
 #: The rank that was lost and how that was noticed, as the first worker that did has told all.
 LOST = "farspan/lost"
 
@@ -80,10 +82,14 @@ class Heartbeat:
         self._counted_s = 0.0
         peers = range(1, world) if self._rank == 0 else (0,)
         self._last_beat_s = dict.fromkeys(peers, 0.0)
+        #: When, by the counted seconds, the connection of a peer was seen to be broken.
+        self._broken_s = dict[int, float]()
         #: Peers that may be silent for longer, as they open their devices.
         self._opening = set(self._last_beat_s)
         self._ended = threading.Event()
         self._gone = list[tuple[int, How]]()
+        #: When the last report of a loss was sent, by the monotonic clock.
+        self._reported_at = time.monotonic()
         #: Seconds of the step that is being made, None between steps, and of the last ones.
         self._step_s: float | None = None
         self._steps_s = deque[float](maxlen=STALL_STEPS)
@@ -155,8 +161,12 @@ class Heartbeat:
                     allowed_s = OPEN_S
                 if self._counted_s - last_s > allowed_s:
                     gone.append(self.report_loss(peer, "silence"))
+                elif self._notices.is_broken(peer) and peer not in self._opening:
+                    # It may report an error of its own, as all others may.
+                    since_s = self._broken_s.setdefault(peer, self._counted_s)
+                    if self._counted_s - since_s >= OWN_ERROR_S:
+                        gone.append(self.report_loss(peer, "connection"))
         if gone:
-            self.wait_for_reports()
             lost(*gone[0])
 
     @contextmanager
@@ -183,6 +193,7 @@ class Heartbeat:
     def report_loss(self, peer: int, how: How) -> tuple[int, How]:
         """Report to all workers which one is lost and how, unless another was named before; return
         that one: rank 0 if it does not answer and has named none."""
+        self._reported_at = time.monotonic()
         try:
             first = self._notices.send_first(LOST, f"{peer} {how}", RANK_0_ANSWER_S)
         except OSError:  # TimeoutError and ConnectionError are.
@@ -194,7 +205,8 @@ class Heartbeat:
         yet is lost when it ends."""
         if self._rank == 0:
             slowest_s = max(self._their_rtt_s.values(), default=0.0)
-            time.sleep(HEAR_S + slowest_s)
+            passed_s = time.monotonic() - self._reported_at
+            time.sleep(max(0.0, HEAR_S + slowest_s - passed_s))
 
 
 def _parse_loss(message: bytes) -> tuple[int, How]:

@@ -181,9 +181,12 @@ class Group:
         peers = [self._ranks[end] for end in ends if end in self._ranks]
         if not peers or self._heartbeat is None:
             return None
-        lost_peer = self._heartbeat.report_loss(peers[0], "connection")
-        self._heartbeat.wait_for_reports()
-        return lost_peer
+        return self._heartbeat.report_loss(peers[0], "connection")
+
+    def wait_for_reports(self) -> None:
+        """Wait, on rank 0, until the others know of a loss."""
+        if self._heartbeat is not None:
+            self._heartbeat.wait_for_reports()
 
     def all_reduce_sum(self, *values: float) -> list[float]:
         """Sum each value over all workers, in double precision."""
@@ -232,7 +235,8 @@ class Group:
 
     def close(self) -> None:
         """Part from the others, once all have come here: the first to end must not look lost."""
-        if self._heartbeat is not None:
+        if self._heartbeat is not None and self._notices is not None:
+            self._notices.agree_to_leave(self.world)
             self.all_reduce_sum(0.0)
             self.announce_exit()
             dist.destroy_process_group()

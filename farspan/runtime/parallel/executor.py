@@ -208,19 +208,33 @@ class Executor:
     def optimizer_step(self, optimizer: Optimizer, lr: float, step: int, divisor: float) -> None:
         """Make one step of the optimizer, `step` counting from 1, on gradients divided by
         `divisor`."""
+        self.update_state(optimizer, lr, step, divisor)
+        self.publish_update()
+
+    def update_state(self, optimizer: Optimizer, lr: float, step: int, divisor: float) -> None:
+        """Make one step of the optimizer in the state that this worker owns: no other takes part
+        in it. `publish_update` comes next."""
         self.staging.delay_changes()
         scalars = update_scalars(optimizer, lr, step, divisor)
-        self.update(optimizer, self.state.on_device(scalars))
+        self._update_state(optimizer, self.state.on_device(scalars))
+
+    def publish_update(self) -> None:
+        """Give the others what this worker has updated."""
+        with self.spans("collective"):
+            self.param_gather.all_gather_updated()
         self.messenger.wait_for_previous_step()
 
     def update(self, optimizer: Optimizer, scalars: UpdateScalars) -> None:
         """Make one step of the optimizer by numbers that lie where the state takes them from."""
+        self._update_state(optimizer, scalars)
+        with self.spans("collective"):
+            self.param_gather.all_gather_updated()
+
+    def _update_state(self, optimizer: Optimizer, scalars: UpdateScalars) -> None:
         with self.spans("update"):
             self.state.update(optimizer, scalars)
             if optimizer.average and self.outer is None:
                 self.state.update_weight_average(self.state.master, scalars.average_weight)
-        with self.spans("collective"):
-            self.param_gather.all_gather_updated()
 
     def synchronize_replicas(self, step: int, last: bool) -> None:
         """Synchronize the replicas, which have made their steps up to `step`."""

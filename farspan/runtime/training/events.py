@@ -7,6 +7,7 @@ continues without.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -15,11 +16,28 @@ import msgspec
 
 from farspan.domain.own_files import open_own
 from farspan.domain.run import refuse_replaced
-from farspan.domain.run_events import Event
+from farspan.domain.run_events import Event, Started, Step, decode_events
 from farspan.domain.struct_files import cut_unfinished_line
 
 #: Bytes of events that wait for a full disk at most: those of some 200,000 steps.
 WAITING = 2**26
+
+
+#: The last bytes of an event file that hold an event of a step: traces between two are shorter.
+STEP_WITHIN_BYTES = 2**20
+
+
+def newest_step(path: Path) -> int:
+    """Return the step that the last start in an event file has reached; -1 where it is not among
+    the last events."""
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - STEP_WITHIN_BYTES))
+        whole_lines = file.read().split(b"\n")[1:-1]
+    newest = -1
+    for event in decode_events(whole_lines, path):
+        if isinstance(event, Started | Step):
+            newest = event.step
+    return newest
 
 
 class EventLog:
@@ -36,6 +54,8 @@ class EventLog:
         cut_unfinished_line(path)
         self._encoder = msgspec.json.Encoder()
         self._unwritten = bytearray()
+        #: The thread that notices the loss of a worker writes, too.
+        self._writing = threading.Lock()
 
     def write(self, event: Event) -> None:
         """Append an event.
@@ -45,12 +65,13 @@ class EventLog:
         """
         self._require_own()
         refuse_replaced(self._file, self._path)
-        self._unwritten += self._encoder.encode(event) + b"\n"
-        try:
-            self._flush()
-        except OSError:
-            if len(self._unwritten) > WAITING:
-                raise
+        with self._writing:
+            self._unwritten += self._encoder.encode(event) + b"\n"
+            try:
+                self._flush()
+            except OSError:
+                if len(self._unwritten) > WAITING:
+                    raise
 
     def _flush(self) -> None:
         while self._unwritten:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Literal
 
@@ -16,6 +17,7 @@ from farspan.domain.run_events import STOP_REASONS, Rescheduled, Saved, Step, Tr
 from farspan.domain.struct_files import is_content_hash, load
 from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.checkpoint.checkpoint_folder import Unsaved
+from farspan.runtime.checkpoint.last_step import WholeState
 from farspan.runtime.checkpoint.manifest import TrainerState
 from farspan.runtime.checkpoint.save import Checkpointer, Written
 from farspan.runtime.device import peak_memory
@@ -125,6 +127,15 @@ class Trainer:
             )
         #: The ranks whose preemption has ended this start, if one has.
         self.preempted: tuple[int, ...] = ()
+        self._whole = WholeState(worker.group.device)
+        self._last_result: StepResult | None = None
+        #: Whether the state between two steps is all in the workers of one replica's tensors.
+        self._survives = (
+            worker.group.world > 1
+            and worker.plan.sync is None
+            and not self._quantizes_sync
+            and self.recorded is None
+        )
 
     @property
     def elapsed_s(self) -> float:
@@ -141,13 +152,11 @@ class Trainer:
         state = self.state
         budget = self.budget
         validation = self.validation
-        train = worker.plan.train
-        every = train.validate_every
-        sync = worker.plan.sync
-        interval = 1 if sync is None else sync.every
         spans = worker.executor.spans
-        reason = self._end_reason()
         first_step = state.step
+        if state.validation_due:
+            self._validate()
+        reason = self._end_reason()
         while not reason:
             # A recorded step has no parts that the host could see.
             periodic = state.step % TRACED_EVERY == TRACED_EVERY - 1 and self.recorded is None
@@ -164,9 +173,10 @@ class Trainer:
                 worker.executor.grad_reducer.flush_residuals = self._flushing
                 with worker.group.step():
                     results = self._train_step(state.step)
-                state.step += 1
-                for result in results:
-                    self._emit_step(result)
+                # A step is reported once: here, or by `write_last_step`.
+                with self._whole.hold():
+                    for result in results:
+                        self._emit_step(result)
             if spans.on:
                 now = worker.clock()
                 rank = worker.group.rank
@@ -182,9 +192,7 @@ class Trainer:
                 self._take_last_results()
                 validation.read_timed(0, min(validation.first, validation.round), budget)
                 budget.restart_step_clock()
-            # A validation is due once a multiple of `every` steps was reached since the last outer
-            # sync. The last one, which comes with the end, reads more.
-            if state.step % every < min(interval, every) and state.step < state.steps:
+            if self._validates_after(state.step):
                 self._validate()
                 budget.restart_step_clock()
             reason, save = self._agree_on_stop_and_save()
@@ -193,6 +201,14 @@ class Trainer:
                 self.save(due=True)
                 budget.restart_step_clock()
         return self._save_last_state(reason)
+
+    def _validates_after(self, step: int) -> bool:
+        """Return whether a multiple of `validate_every` steps was reached since the last outer
+        sync. The last validation comes with the end, and reads more."""
+        plan = self.worker.plan
+        every = plan.train.validate_every
+        interval = 1 if plan.sync is None else plan.sync.every
+        return step % every < min(interval, every) and step < self.state.steps
 
     def _flush_residuals_before_save(self, reason: str, save: bool) -> tuple[str, bool]:
         """Delay a stop or a save by one step when gradient sync is quantized.
@@ -264,9 +280,13 @@ class Trainer:
         return True
 
     def _end_reason(self) -> str:
-        if self.state.step >= self.worker.plan.train.step_limit:
+        state = self.state
+        train = self.worker.plan.train
+        if state.step >= train.step_limit:
             return "done"
-        return "deadline" if self.state.step >= self.state.steps else ""
+        if state.step >= state.steps:
+            return "deadline"
+        return "early-stop" if 0 < train.patience <= state.stale else ""
 
     def _agree_on_stop_and_save(self) -> tuple[str, bool]:
         """Agree with all workers on why to stop, if at all, and whether to save.
@@ -312,8 +332,6 @@ class Trainer:
         reason = "interrupted" if stop else self._end_reason()
         if not reason and preempted:
             reason = "preempted"
-        if not reason and 0 < train.patience <= state.stale:
-            reason = "early-stop"
         return reason, bool(due)
 
     def _train_step(self, step: int) -> list[StepResult]:
@@ -338,17 +356,35 @@ class Trainer:
         if self.recorded is not None:
             scalars = update_scalars(train.optimizer, lr, updates)
             self.recorded.launch(step, read, scalars, state.loss_scale / read.valid)
+            state.step += 1
             return self._take_results(unread=1)
 
         outcome = self.compute_gradients(read)
-        norm = outcome.norm / state.loss_scale
-        loss = outcome.loss / read.valid
-        if self._check_finite_adjust_loss_scale(step, loss, norm, outcome):
-            self._refuse_stray(step, outcome)
-            divisor = state.loss_scale * clip_divisor(norm, train.optimizer.clip)
-            executor.optimizer_step(train.optimizer, lr, updates, divisor)
-        seconds = time.perf_counter() - began
-        return [StepResult(step, loss, norm, read.valid_of_all, lr, seconds)]
+        # Until here the state is that of the step before; a worker that is lost may end this one.
+        with self._whole.change():
+            norm = outcome.norm / state.loss_scale
+            loss = outcome.loss / read.valid
+            is_updated = self._check_finite_adjust_loss_scale(step, loss, norm, outcome)
+            if is_updated:
+                self._refuse_stray(step, outcome)
+                divisor = state.loss_scale * clip_divisor(norm, train.optimizer.clip)
+                executor.update_state(train.optimizer, lr, updates, divisor)
+            state.step += 1
+            seconds = time.perf_counter() - began
+            result = StepResult(step, loss, norm, read.valid_of_all, lr, seconds)
+            self._last_result = result
+            self._mark_whole(validation_due=self._validates_after(state.step))
+        if is_updated:
+            executor.publish_update()
+        return [result._replace(seconds=time.perf_counter() - began)]
+
+    def _mark_whole(self, *, validation_due: bool = False) -> None:
+        """Note that the state is that of a whole step, which survivors of a lost worker may write:
+        where all that the next step depends on is in a checkpoint."""
+        if self._survives:
+            whole = deepcopy(self.state)
+            whole.validation_due = validation_due
+            self._whole.trainer = whole
 
     def compute_gradients(self, read: ReadStep) -> Outcome:
         """Compute the gradients of one step, in the state: of the mean loss times the loss
@@ -375,10 +411,13 @@ class Trainer:
             self._emit_step(result)
 
     def _emit_step(self, result: StepResult) -> None:
+        self.worker.emit(self._step_event(result))
+
+    def _step_event(self, result: StepResult) -> Step:
         timed = self.worker.plan.train.deadline_s is not None
         steps = self.state.steps if timed else None
         memory = self._peak_memory(result.step)
-        event = Step(
+        return Step(
             at=self.worker.clock(),
             step=result.step + 1,
             loss=result.loss,
@@ -389,7 +428,6 @@ class Trainer:
             memory_bytes=memory,
             steps=steps,
         )
-        self.worker.emit(event)
 
     def _peak_memory(self, step: int) -> int:
         """Return the peak of memory; a GPU's allocator is asked seldom, as that takes long."""
@@ -471,7 +509,10 @@ class Trainer:
         """Measure the loss, and keep the weights if it is the best so far."""
         self._take_last_results()
         step = self.state.step
-        with self.worker.executor.evaluation_weights():
+        # The average of the weights takes their place meanwhile.
+        swaps = bool(self.worker.executor.state.average)
+        held = self._whole.change() if swaps else nullcontext()
+        with held, self.worker.executor.evaluation_weights():
             measured = self.validation.measure(step, self.budget, last=last)
         if measured is None:
             return
@@ -499,6 +540,8 @@ class Trainer:
                     f"step {step}: the best weights could not be written: {error}; {kept}",
                     until="best",
                 )
+        self.state.validation_due = False
+        self._mark_whole()
 
     def _copy_state(self) -> TrainerState:
         """Return a copy of the state, which is written while training continues."""
@@ -511,17 +554,33 @@ class Trainer:
         self._saved_at = self.monotonic()
         return self.checkpointer.save(self._copy_state(), due=due, last=last, wait=wait)
 
+    def write_last_step(self, lost: int) -> tuple[Step, Saved] | None:
+        """Write the state of the last whole step after the loss of a worker, where the survivors
+        hold it: the next start begins there. Return that step and the checkpoint in the worker that
+        has committed it. Training never continues. Raises OSError, Refusal, Unsaved."""
+        whole = self._whole
+        state = whole.freeze()
+        if state is None or self._last_result is None:
+            return None
+        state.elapsed_s = self.elapsed_s
+        written = self.checkpointer.write_last_step(state, lost, whole.copy_to_host)
+        if written is None:
+            return None
+        return self._step_event(self._last_result), self._saved_event(written)
+
     def _on_saved(self, written: Written) -> None:
         """Report on rank 0 that a checkpoint is in its place."""
         self.budget.measure_save(written.seconds)
-        event = Saved(
+        self.worker.emit(self._saved_event(written))
+
+    def _saved_event(self, written: Written) -> Saved:
+        return Saved(
             at=self.worker.clock(),
             step=written.step,
             path=str(written.path),
             size_bytes=written.size,
             seconds=written.seconds,
         )
-        self.worker.emit(event)
 
     def _emit_warning(self, message: str, until: Literal["saved", "best"] | None = None) -> None:
         """Warn on rank 0, for all workers."""
