@@ -31,7 +31,7 @@ UPDATE_S = 5.0
 #: Survivors of a lost worker learn of it within this of each other: reports take a round trip, and
 #: are looked for every `heartbeat.COUNT_S`. Longer only where several workers are lost.
 GATHER_S = 2.0
-POLL_S = 0.02
+SURVIVOR_POLL_S = 0.02
 
 HostCopy = Callable[[Tensor], Tensor]
 
@@ -168,7 +168,7 @@ class _Survivors:
             steps = self._read_steps(expected)
             if len(steps) == len(expected) or time.monotonic() > deadline:
                 return steps
-            time.sleep(POLL_S)
+            time.sleep(SURVIVOR_POLL_S)
 
     def _read_steps(self, expected: Collection[int]) -> dict[int, int]:
         steps = {}
@@ -190,7 +190,7 @@ class _Survivors:
         while not is_done():
             if time.monotonic() > deadline or not self._folder.exists():
                 raise Unsaved("another survivor has not written its part")
-            time.sleep(POLL_S)
+            time.sleep(SURVIVOR_POLL_S)
 
     def end(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -511,8 +511,8 @@ class Trainer:
         step = self.state.step
         # The average of the weights takes their place meanwhile.
         swaps = bool(self.worker.executor.state.average)
-        held = self._whole.change() if swaps else nullcontext()
-        with held, self.worker.executor.evaluation_weights():
+        changed = self._whole.change() if swaps else nullcontext()
+        with changed, self.worker.executor.evaluation_weights():
             measured = self.validation.measure(step, self.budget, last=last)
         if measured is None:
             return
