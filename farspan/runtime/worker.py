@@ -15,8 +15,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -205,14 +205,10 @@ def train(
             log.write(finished)
 
         def lost(peer: int, how: How) -> None:
-            if trainer is not None:
-                with print_errors():
-                    keep_last_step(trainer, peer, run, epoch)
             problem = lost_worker_problem(peer, how, plan, run)
             with suppress(OSError, Refusal):
                 finish("failed", problem)
             write_problem_file(problem, run, rank, epoch)
-            group.wait_for_reports()
             # Nothing gentler: the main thread may be in a call that waits for the lost worker.
             os._exit(problem.exit_code)
 
@@ -220,6 +216,7 @@ def train(
         group.publish_connections()
         try:
             trainer = start_trainer(plan, run, group, log.write, launcher, began, epoch)
+            group.keep_state = lambda peer: keep_last_step(trainer, peer, run, epoch)
             reason = trainer.run()
             if reason not in STOP_REASONS:
                 weights = trainer.checkpointer.weights()
@@ -230,8 +227,7 @@ def train(
                 with suppress(OSError):  # The log lies on the disk that may be full.
                     traceback.print_exception(error)
                     sys.stderr.flush()
-                with group.writing:
-                    lost(*lost_peer)
+                group.end_after_loss(*lost_peer)
             group.announce_exit()
             problem = as_problem(error, plan, run, rank)
             finish("failed", problem)
@@ -253,23 +249,18 @@ def train(
 
 def keep_last_step(trainer: Trainer, lost: int, run: RunFolder, epoch: Epoch) -> None:
     """Have the next start begin at the last whole step, where the survivors of a lost worker hold
-    its state: the one that commits it reports the step and the checkpoint."""
-    reported = trainer.write_last_step(lost)
-    if reported is None:
-        return
-    step, saved = reported
-    # Rank 0 may be the one that is lost, before it could report the step.
-    with EventLog(run.events, lambda: require_own(run, epoch)) as log:
-        if newest_step(run.events) < step.step:
-            log.write(step)
-        log.write(saved)
-
-
-@contextmanager
-def print_errors() -> Iterator[None]:
-    """Print an error to the log and ignore it: the process is about to end for another reason."""
+    its state: the one that commits it reports the step and the checkpoint. An error goes to the
+    log: the next start begins at the newest checkpoint then."""
     try:
-        yield
+        reported = trainer.write_last_step(lost)
+        if reported is None:
+            return
+        step, saved = reported
+        # Rank 0 may be the one that is lost, before it could report the step.
+        with EventLog(run.events, lambda: require_own(run, epoch)) as log:
+            if newest_step(run.events) < step.step:
+                log.write(step)
+            log.write(saved)
     except Exception:
         with suppress(OSError):
             traceback.print_exc()

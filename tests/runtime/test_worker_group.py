@@ -273,6 +273,20 @@ except RuntimeError:
         assert started[0].wait(LIMIT_S) == 4
 
 
+def test_killed_worker_is_noticed_by_workers_that_exchange_nothing():
+    """By its connection to rank 0, which reports it to the others."""
+    program = """
+heartbeat.SILENCE_S = 10_000.0
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(10_000)
+"""
+    with members(3, program) as started:
+        for rank in (0, 2):
+            assert started[rank].wait(LIMIT_S) == 3
+            assert started[rank].stdout.read().split() == ["lost", "1"]
+
+
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [

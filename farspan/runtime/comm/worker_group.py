@@ -122,6 +122,9 @@ class Group:
         #: Held while files are written: a worker whose peers are lost ends when the files are
         #: whole, not before.
         self.writing = threading.Lock()
+        #: Called with the rank of a lost worker before this one ends.
+        self.keep_state: Callable[[int], None] = lambda peer: None
+        self._lost: Callable[[int, How], None] = lambda peer, how: None
         self._heartbeat: Heartbeat | None = None
         self._notices = notices
         self._ranks = dict[str, int]()
@@ -146,13 +149,9 @@ class Group:
     def watch(self, lost: Callable[[int, How], None]) -> None:
         """Call `lost` from now on, in a thread of its own, with the rank of the first worker that
         is lost, to this one or another, and how."""
-
-        def when_written(peer: int, how: How) -> None:
-            with self.writing:
-                lost(peer, how)
-
+        self._lost = lost
         if self._heartbeat is not None:
-            self._heartbeat.watch(when_written)
+            self._heartbeat.watch(self.end_after_loss)
 
     def step(self) -> AbstractContextManager[None]:
         """Mark a step, in which all workers wait for each other."""
@@ -183,10 +182,14 @@ class Group:
             return None
         return self._heartbeat.report_loss(peers[0], "connection")
 
-    def wait_for_reports(self) -> None:
-        """Wait, on rank 0, until the others know of a loss."""
-        if self._heartbeat is not None:
-            self._heartbeat.wait_for_reports()
+    def end_after_loss(self, peer: int, how: How) -> None:
+        """End this process, by the `lost` of `watch`, once its files are whole, its last step is
+        kept and the others know of the loss."""
+        with self.writing:
+            self.keep_state(peer)
+            if self._heartbeat is not None:
+                self._heartbeat.wait_for_reports()
+            self._lost(peer, how)
 
     def all_reduce_sum(self, *values: float) -> list[float]:
         """Sum each value over all workers, in double precision."""
