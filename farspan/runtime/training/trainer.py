@@ -132,7 +132,7 @@ class Trainer:
         self._whole = WholeState(worker.group.device)
         self._last_result: StepResult | None = None
         #: Whether the state between two steps is all in the workers of one replica's tensors.
-        self._survives = (
+        self._keeps_last_step = (
             worker.group.world > 1
             and worker.plan.sync is None
             and not self._quantizes_sync
@@ -383,7 +383,7 @@ class Trainer:
     def _mark_whole(self, *, validation_due: bool = False) -> None:
         """Note that the state is that of a whole step, which survivors of a lost worker may write:
         where all that the next step depends on is in a checkpoint."""
-        if self._survives:
+        if self._keeps_last_step:
             # Once a step: much quicker than `deepcopy`.
             budget = replace(self.state.budget)
             self._whole.trainer = replace(self.state, budget=budget, validation_due=validation_due)
