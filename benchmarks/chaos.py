@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
@@ -91,7 +92,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
     for what in ("launcher", "fault"):
         yield f"| {what} | {' | '.join(columns)} |"
         yield f"|{'---|' * (len(columns) + 1)}"
-        names = EVERYWHERE if what == "launcher" else Kind.__args__
+        names = EVERYWHERE if what == "launcher" else get_args(Kind)
         for name in names:
             chosen = [row for row in rows if name in _names(row.outcome.scenario)]
             if chosen:
@@ -128,6 +129,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=120)
     parser.add_argument("--only", default="", help="numbers of scenarios, as 3,7")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--folder", type=Path, help="where undisturbed runs are kept")
     given = parser.parse_args()
     for launcher in EVERYWHERE:
         if reason := missing(launcher):
@@ -139,7 +141,7 @@ def main() -> None:
     done = {row.outcome.scenario for row in rows}
     chosen = {int(number) for number in given.only.split(",") if number}
     # Undisturbed runs are of this commit: rounding may differ in another.
-    folder = Path(tempfile.gettempdir()) / f"farspan-chaos-{commit}"
+    folder = given.folder or Path(tempfile.gettempdir()) / f"farspan-chaos-{commit}"
     for scenario in draw_scenarios(given.seed, given.count):
         if scenario in done or (chosen and scenario.number not in chosen):
             continue

@@ -42,7 +42,7 @@ class Place:
     #: The sites, or the nodes.
     sites: tuple[str, ...]
 
-    def __init__(self, scenario: Scenario, folder: Path, text: Path) -> None:
+    def __init__(self, scenario: Scenario, folder: Path) -> None:
         self.folder = folder
         self.scenario = scenario
         self.sites = tuple(f"s{number}" for number in range(scenario.sites))
@@ -59,15 +59,20 @@ class Place:
             "PYTHONPATH": str(ROOT),
             "PYTHONUNBUFFERED": "1",
         }
-        (folder / "copies").mkdir(parents=True)
-        self._mount(self.disk)
-        (folder / "run.yaml").write_text(yaml.safe_dump(self._config(text)))
+
+    def prepare(self, text: Path) -> None:
+        """Make the place. `close` ends what there is of it."""
+        (self.folder / "copies").mkdir(parents=True)
+        # Before a lab is up: its sites see no later mounts.
+        for disk in self._disks():
+            self._mount(disk)
+        (self.folder / "run.yaml").write_text(yaml.safe_dump(self._config(text)))
 
     def _config(self, text: Path) -> dict[str, object]:
         config: dict[str, object] = {
             "data": {"source": str(text), "val": "10%"},
             "tokenizer": {"vocab": 300},
-            "model": {"layers": 4, "d_model": 32, "heads": 2, "context": 32},
+            "model": {"layers": 4, "d_model": 64, "heads": 2, "context": 128},
             "train": {
                 "steps": STEPS,
                 "batch": {"global": "12 sequences"},
@@ -83,6 +88,10 @@ class Place:
             "on_fault": self.scenario.on_fault,
         }
         return config
+
+    def _disks(self) -> list[Path]:
+        """Return the folders that are disks of their own."""
+        return [self.disk]
 
     # -- the command
     #   --------------------------------------------------------------------------------------------
@@ -182,9 +191,12 @@ class LabPlace(Place):
     #: Sites without devices of the run.
     homes: tuple[str, ...] = ()
 
-    def __init__(self, scenario: Scenario, folder: Path, text: Path) -> None:
-        super().__init__(scenario, folder, text)
-        self.lab_name = f"f{os.getpid()}-{scenario.number}"
+    @property
+    def lab_name(self) -> str:
+        return f"f{os.getpid()}-{self.scenario.number}"
+
+    def prepare(self, text: Path) -> None:
+        super().prepare(text)
         sites = ", ".join(f"{site}: {{}}" for site in (*self.homes, *self.sites))
         yaml_text = f"name: {self.lab_name}\nsites: {{{sites}}}\ndefault_link: {{rtt: {RTT}}}\n"
         file = convert(parse_yaml(yaml_text, "lab"), spec.LabFile, "lab", yaml_text)
@@ -195,7 +207,7 @@ class LabPlace(Place):
         config = super()._config(text)
         config["parallel"] = {
             "technique": self.scenario.technique,
-            "cluster": f"lab:f{os.getpid()}-{self.scenario.number}",
+            "cluster": f"lab:{self.lab_name}",
         }
         if self._is_about("disk"):
             config["checkpoint"] = {"every": "1s", "copy": str(self.folder / "copies")}
@@ -247,11 +259,10 @@ class SshPlace(LabPlace):
 
     homes = ("home",)
 
-    def __init__(self, scenario: Scenario, folder: Path, text: Path) -> None:
-        super().__init__(scenario, folder, text)
-        self.hosts = SshHosts(self.lab, folder / "ssh")
+    def prepare(self, text: Path) -> None:
+        super().prepare(text)
+        self.hosts = SshHosts(self.lab, self.folder / "ssh")
         self._stack.callback(self.hosts.close)
-        self._mount(folder / "ssh" / self.sites[0])
         for site in self.sites:
             self._serve(site)
         self.hosts.know(*self.sites)
@@ -261,7 +272,6 @@ class SshPlace(LabPlace):
         self._write_cluster()
 
     def _config(self, text: Path) -> dict[str, object]:
-        (self.folder / "ssh").mkdir()
         config = super()._config(text)
         config["parallel"] = {
             "technique": self.scenario.technique,
@@ -269,6 +279,9 @@ class SshPlace(LabPlace):
         }
         config["checkpoint"] = {"every": "1s"}
         return config
+
+    def _disks(self) -> list[Path]:
+        return [*super()._disks(), self.folder / "ssh" / self.sites[0]]
 
     def _write_cluster(self) -> None:
         sites: dict[str, object] = {}
@@ -323,17 +336,19 @@ class SshPlace(LabPlace):
 class SlurmPlace(Place):
     """Nodes of a real Slurm, whose job trains the run."""
 
-    def __init__(self, scenario: Scenario, folder: Path, text: Path) -> None:
-        super().__init__(scenario, folder, text)
-        self.slurm = self._stack.enter_context(daemons.running(nodes=scenario.sites))
-        self.environment = {**self.environment, "SLURM_CONF": str(self.slurm.config)}
+    def __init__(self, scenario: Scenario, folder: Path) -> None:
+        super().__init__(scenario, folder)
         self._job = ""
         self._asked_at = 0.0
 
+    def prepare(self, text: Path) -> None:
+        super().prepare(text)
+        nodes = len(self.sites)
+        self.slurm = self._stack.enter_context(daemons.running(nodes=nodes))
+        self.environment = {**self.environment, "SLURM_CONF": str(self.slurm.config)}
+
     def _config(self, text: Path) -> dict[str, object]:
         config = super()._config(text)
-        # Links of one machine take no time: the model does.
-        config["model"] = {"layers": 4, "d_model": 64, "heads": 2, "context": 128}
         config["parallel"] = {"technique": self.scenario.technique, "device": "cpu"}
         config["slurm"] = {"time": "4h", "cpus": 1, "nodes": self.scenario.sites}
         return config
@@ -396,7 +411,7 @@ class SlurmPlace(Place):
         self.slurm.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
 
 
-PLACES: dict[Launcher, Callable[[Scenario, Path, Path], Place]] = {
+PLACES: dict[Launcher, Callable[[Scenario, Path], Place]] = {
     "local": LabPlace,
     "ssh": SshPlace,
     "slurm": SlurmPlace,

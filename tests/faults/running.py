@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -65,13 +66,15 @@ def train_undisturbed(scenario: Scenario, folder: Path) -> tuple[Trained, Path]:
 
 
 def _train(scenario: Scenario, own: Path, folder: Path, cache: Path | None) -> Ending:
-    place = PLACES[scenario.launcher](scenario, own, folder / "text")
+    place = PLACES[scenario.launcher](scenario, own)
     try:
+        place.prepare(folder / "text")
         if cache is not None:
             shutil.copytree(cache, own / "cache", dirs_exist_ok=True)
         return Disturber(place, scenario.faults).train()
     finally:
-        shutil.copytree(place.run.path, own / "left", ignore=_keep_small, dirs_exist_ok=True)
+        with suppress(shutil.Error, FileNotFoundError):  # It may not be there, or change meanwhile.
+            shutil.copytree(place.run.path, own / "left", ignore=_keep_small, dirs_exist_ok=True)
         place.close()
 
 
