@@ -42,7 +42,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     commit: str | None
     date: str
-    #: Of Python, PyTorch, the kernel and the machine.
     versions: dict[str, str]
     outcome: Outcome
 
@@ -52,14 +51,18 @@ def run_row(scenario: Scenario, seed: int, folder: Path) -> Row:
         seed=seed,
         commit=source_commit(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions={
-            "farspan": version("farspan"),
-            "python": platform.python_version(),
-            "torch": version("torch"),
-            "kernel": platform.release(),
-        },
+        versions=read_versions(),
         outcome=run_scenario(scenario, folder),
     )
+
+
+def read_versions() -> dict[str, str]:
+    return {
+        "farspan": version("farspan"),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "kernel": platform.release(),
+    }
 
 
 def describe_row(row: Row) -> str:

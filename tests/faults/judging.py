@@ -8,9 +8,9 @@ from typing import Literal
 import msgspec
 
 from farspan.domain.run import RunFolder
-from farspan.domain.run_events import Started, read_events
+from farspan.domain.run_events import Started, Step, read_events
 from farspan.report.history import follow_events
-from tests.faults.scenarios import STEPS, Scenario
+from tests.faults.scenarios import Scenario
 
 #: Relative difference of losses under another plan, at most.
 OTHER_PLAN_TOLERANCE = 1e-5
@@ -23,6 +23,8 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True):
     losses: dict[int, float]
     #: Hashes of the plans of all its starts.
     plans: tuple[str, ...]
+    #: From the first step to the last, with all that came between.
+    seconds: float = 0.0
 
 
 class Struck(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,18 +60,22 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
 def read_trained(run: RunFolder) -> Trained:
     events = list(read_events(run.events))
     steps = follow_events(events).steps
+    times = [event.at for event in events if isinstance(event, Step)]
     return Trained(
         losses={timed.step.step: timed.step.loss for timed in steps},
         plans=tuple(dict.fromkeys(event.plan for event in events if isinstance(event, Started))),
+        seconds=times[-1] - times[0] if times else 0.0,
     )
 
 
-def compare_losses(trained: Trained, calm: Trained, technique: str) -> str:
+def compare_losses(scenario: Scenario, trained: Trained, calm: Trained) -> str:
     """Return what is wrong with a run's losses; empty where nothing is."""
-    expected = set(range(1, STEPS + 1))
+    expected = set(range(1, scenario.steps + 1))
     if trained.losses.keys() != expected or calm.losses.keys() != expected:
         missing = sorted(expected - trained.losses.keys())
-        return f"{len(trained.losses)} of {STEPS} steps have a loss; without: {missing[:5]}"
+        return (
+            f"{len(trained.losses)} of {scenario.steps} steps have a loss; without: {missing[:5]}"
+        )
     if not all(map(math.isfinite, trained.losses.values())):
         return "a loss is not finite"
     worst = max(expected, key=lambda step: relative_difference(trained, calm, step))
@@ -77,7 +83,7 @@ def compare_losses(trained: Trained, calm: Trained, technique: str) -> str:
     if trained.plans == calm.plans:
         return f"step {worst}: the loss differs by {difference:.1e}" if difference else ""
     # Replicas that synchronize now and then are another computation under another plan.
-    if technique != "diloco" and difference > OTHER_PLAN_TOLERANCE:
+    if scenario.technique != "diloco" and difference > OTHER_PLAN_TOLERANCE:
         return f"step {worst}: the loss differs by {difference:.1e} under another plan"
     return ""
 
@@ -98,7 +104,7 @@ def judge(scenario: Scenario, ending: Ending, calm: Trained) -> tuple[Verdict, s
         return "wrong", f"without the fault it ended with {ending.code_after}"
     if ending.trained is None:
         return "wrong", "it has no losses"
-    flaw = compare_losses(ending.trained, calm, scenario.technique)
+    flaw = compare_losses(scenario, ending.trained, calm)
     if flaw:
         return "wrong", flaw
     return ("finished" if ending.code is None else "ended"), ""

@@ -23,7 +23,7 @@ from farspan.domain.run import RunFolder
 from farspan.domain.struct_files import convert, parse_yaml
 from farspan_lab import spec, state
 from farspan_lab.lab import Status
-from tests.faults.scenarios import STEPS, Kind, Launcher, Scenario
+from tests.faults.scenarios import Kind, Launcher, Scenario
 from tests.launch.ssh_hosts import SshHosts
 from tests.slurm import daemons
 from tests.waiting import LIMIT_S, wait_for
@@ -74,17 +74,17 @@ class Place:
             "tokenizer": {"vocab": 300},
             "model": {"layers": 4, "d_model": 64, "heads": 2, "context": 128},
             "train": {
-                "steps": STEPS,
+                "steps": self.scenario.steps,
                 "batch": {"global": "12 sequences"},
                 "precision": "fp32",
                 "recipe": "plain",
                 "optimizer": "adamw",
                 "compile": False,
                 "reshuffle": False,
-                "validate_every": STEPS,
+                "validate_every": self.scenario.steps,
             },
             "parallel": {"technique": self.scenario.technique},
-            "checkpoint": {"every": "1s"},
+            "checkpoint": {"every": self.scenario.save_every},
             "on_fault": self.scenario.on_fault,
         }
         return config
@@ -210,7 +210,10 @@ class LabPlace(Place):
             "cluster": f"lab:{self.lab_name}",
         }
         if self._is_about("disk"):
-            config["checkpoint"] = {"every": "1s", "copy": str(self.folder / "copies")}
+            config["checkpoint"] = {
+                "every": self.scenario.save_every,
+                "copy": str(self.folder / "copies"),
+            }
         return config
 
     def cut(self, link: int, *, one_way: bool, up: bool) -> None:
@@ -277,7 +280,7 @@ class SshPlace(LabPlace):
             "technique": self.scenario.technique,
             "cluster": str(self.folder / "cluster.yaml"),
         }
-        config["checkpoint"] = {"every": "1s"}
+        config["checkpoint"] = {"every": self.scenario.save_every}
         return config
 
     def _disks(self) -> list[Path]:

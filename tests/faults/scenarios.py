@@ -108,6 +108,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     technique: str
     on_fault: OnFault
     faults: tuple[Fault, ...]
+    steps: int = STEPS
+    #: Time between two checkpoints.
+    save_every: str = "1s"
 
     @property
     def fault(self) -> Fault | None:
@@ -115,9 +118,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         return self.faults[-1] if self.faults else None
 
     @property
-    def configuration(self) -> tuple[Launcher, int, str]:
+    def configuration(self) -> tuple[Launcher, int, str, int]:
         """Equal for scenarios whose undisturbed runs are the same."""
-        return self.launcher, self.sites, self.technique
+        return self.launcher, self.sites, self.technique, self.steps
 
     @property
     def right_ends(self) -> tuple[str, ...]:
