@@ -7,7 +7,7 @@ RUN ?= runs/demo
 # Tests at a time.
 PROCESSES ?= 2
 
-.PHONY: demo test test-slow check stores gradients bench quality lab-table chaos gpu gpu-wheels clean
+.PHONY: demo test test-slow check stores gradients bench quality lab-table chaos fault-rate gpu gpu-wheels clean
 
 demo: $(VENV)/.demo
 	$(BIN)/farspan demo --run $(RUN)
@@ -21,22 +21,22 @@ test: $(VENV)/.test
 #     make test-slow CHANGED="runtime planning"     before an issue is resolved
 #     make test-slow PART="launch lab"              these folders
 #     make test-slow                                all
-PARTS_app := app cli launch slurm
+PARTS_app := app cli launch slurm faults
 PARTS_catalog := domain estimate planning
 PARTS_cli := cli serve app
 PARTS_corpus := corpus retrieval cli
 PARTS_domain := domain app cli launch planning report retrieval runtime studies
 PARTS_estimate := estimate techniques planning studies golden
-PARTS_launch := launch lab app cli slurm
+PARTS_launch := launch lab app cli slurm faults
 PARTS_models := models estimate runtime planning
 PARTS_planning := planning app cli exports studies golden slurm
 PARTS_report := report studies
 PARTS_retrieval := retrieval serve cli golden
-PARTS_runtime := runtime launch app retrieval golden
+PARTS_runtime := runtime launch app retrieval golden faults
 PARTS_semantics := estimate techniques runtime golden
 PARTS_techniques := techniques planning runtime golden
 PARTS_farspan_exports := exports
-PARTS_farspan_lab := lab launch
+PARTS_farspan_lab := lab launch faults
 PARTS_farspan_studies := studies report
 PART ?= $(sort $(foreach folder,$(CHANGED),$(or $(PARTS_$(folder)),$(error no parts are known for $(folder)))))
 
@@ -97,10 +97,15 @@ lab-table: $(VENV)/.test
 			--only 'ddp-*,1f1b-4,data-sites,data-sites-unpaced,data-sites-8,pipeshard-4,pipeshard,planner' || exit 1; \
 	done
 
-# Runs that are killed, stopped and cut off: three quarters of an hour on two cores with nothing else running; goes on
-# where it was stopped. Needs a machine that allows labs.
+# 120 seeded faults in labs, over ssh and in a Slurm: two hours on two cores with nothing else running; goes on where it
+# was stopped. Needs root on a machine that allows labs.
 chaos: $(VENV)/.test
-	$(BIN)/python benchmarks/chaos.py
+	tools/system-packages.sh slow
+	$(BIN)/python -m benchmarks.chaos --seed 1 --count 120
+
+# A fault every two minutes for half an hour, by two techniques, each beside an undisturbed run: more than two hours.
+fault-rate: $(VENV)/.test
+	$(BIN)/python -m benchmarks.fault_rate
 
 $(VENV)/.demo: constraints.txt pyproject.toml | $(VENV)/.made
 	$(BIN)/python tools/download_size.py '.[train]'

@@ -1,6 +1,6 @@
 """Ten faults in runs on two and three sites: each run goes on by itself to the losses of the same
-run without them, or ends with its cause where that was to be expected. `benchmarks/chaos.py` makes
-sixty and more."""
+run without them, or ends with its cause where that was to be expected. `tests/faults/` does so with
+whole commands, in more places."""
 
 from __future__ import annotations
 
