@@ -88,7 +88,7 @@ def _seconds(value: float | None) -> str:
 def table(rows: Sequence[Row]) -> Iterator[str]:
     """Yield a line for each launcher, then for each kind of fault."""
     heads = (
-        ("scenarios", "finished", "ended rightly", "wrong", "recoveries"),
+        ("scenarios", "finished", "ended rightly", "wrong", "same plan", "recoveries"),
         ("fault to next step, s: quartiles", "max", "steps again: median", "max"),
     )
     columns = [name for head in heads for name in head]
@@ -110,12 +110,15 @@ def _names(scenario: Scenario) -> tuple[str, ...]:
 
 def _cells(rows: Sequence[Row]) -> Iterator[str]:
     verdicts = Counter(row.outcome.verdict for row in rows)
-    struck = [struck for row in rows for struck in row.outcome.ending.struck]
+    # Of a run that ended, the next step comes once the cause was removed.
+    recovered = [row for row in rows if row.outcome.ending.code is None]
+    struck = [struck for row in recovered for struck in row.outcome.ending.struck]
     back = sorted(one.next_step_s for one in struck if one.next_step_s is not None)
     again = [one.steps_again for one in struck if one.next_step_s is not None]
     yield str(len(rows))
     for verdict in ("finished", "ended", "wrong"):
         yield str(verdicts[verdict])
+    yield str(sum(row.outcome.same_plan for row in rows))
     yield str(len(back))
     quartiles = statistics.quantiles(back, method="inclusive") if len(back) > 1 else back
     yield ", ".join(f"{value:.1f}" for value in quartiles)

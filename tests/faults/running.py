@@ -25,6 +25,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     scenario: Scenario
     ending: Ending
     verdict: Verdict
+    #: Whether all its starts had the plan of the undisturbed run: losses are equal bit by bit then.
+    same_plan: bool
     #: What is wrong; empty where nothing is.
     flaw: str
 
@@ -39,7 +41,14 @@ def run_scenario(scenario: Scenario, folder: Path) -> Outcome:
     verdict, flaw = judge(scenario, ending, calm)
     if verdict != "wrong":
         shutil.rmtree(own, ignore_errors=True)
-    return Outcome(scenario=scenario, ending=ending, verdict=verdict, flaw=flaw)
+    plans = () if ending.trained is None else ending.trained.plans
+    return Outcome(
+        scenario=scenario,
+        ending=ending,
+        verdict=verdict,
+        same_plan=plans == calm.plans,
+        flaw=flaw,
+    )
 
 
 def train_undisturbed(scenario: Scenario, folder: Path) -> tuple[Trained, Path]:
