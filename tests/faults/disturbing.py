@@ -166,6 +166,8 @@ class Disturber:
 
     def _is_given_again(self, exit_code: int) -> bool:
         """Return whether a unit of systemd would start the command again, or a host that boots."""
+        if not self._place.has_unit:
+            return False
         abnormal = exit_code < 0
         retried = exit_code in {EXIT_CODES[code] for code in RETRIED}
         return abnormal or retried or self._stopping

@@ -39,6 +39,8 @@ QUEUE_POLL_S = 2.0
 class Place:
     """A machine of one scenario: its disk, its cache, and the command of its run."""
 
+    #: Whether a unit of systemd, or a host that boots, gives the command again after a kill.
+    has_unit = True
     #: The sites, or the nodes.
     sites: tuple[str, ...]
 
@@ -338,7 +340,9 @@ class SshPlace(LabPlace):
 
 
 class SlurmPlace(Place):
-    """Nodes of a real Slurm, whose job trains the run."""
+    """Nodes of a real Slurm, whose job trains the run. Nobody submits it again."""
+
+    has_unit = False
 
     def __init__(self, scenario: Scenario, folder: Path) -> None:
         super().__init__(scenario, folder)
