@@ -19,6 +19,10 @@ from farspan.planning.quantities import out_of_range, parse_positive, setting_re
 NOTICE_RESOLUTION_S = 60.0
 #: What --signal takes at most, seconds.
 MAX_NOTICE_S = 65535.0
+#: What a shell calls the exit of a process that got SIGKILL, and the starts in one job after such
+#: kills that bring no new checkpoint. A choice.
+KILLED = 128 + 9
+MAX_KILLS = 3
 #: Keys of `SlurmNodes` and `SlurmConfig` that are an option of sbatch, with its name.
 NODE_OPTIONS = {
     "partition": "partition",
@@ -35,21 +39,35 @@ OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 #: USR1 comes before the job's limit: the run saves, and the job goes back into the queue. TERM
 #: comes when the job is cancelled or preempted: Slurm sends it to every process of the job, and
-#: puts a preempted job back itself. A job that saved nothing new would go round for ever.
+#: puts a preempted job back itself. A job that saved nothing new would go round for ever. A process
+#: that was killed, as for memory, begins again in the same job.
 TRAINING = """\
 export PYTHONUNBUFFERED=1
 newest_checkpoint() {{ ls {checkpoints} 2>/dev/null | grep '^step-[0-9]*$' | tail -n 1; }}
 before=$(newest_checkpoint)
-noticed= signalled=1 job=
+saved=$before noticed= signalled= job= kills=0
 trap 'signalled=1 noticed=1; [ -z "$job" ] || kill -TERM "$job"' USR1
 trap 'signalled=1' TERM
 
-{train} &
-job=$!
-while [ -n "$signalled" ]; do
-    signalled=
-    wait "$job"
-    code=$?
+train() {{
+    {train} &
+    job=$!
+    signalled=1
+    while [ -n "$signalled" ]; do
+        signalled=
+        wait "$job"
+        code=$?
+    done
+}}
+
+train
+while [ "$code" -eq {killed} ] && [ -z "$noticed" ]; do
+    [ "$(newest_checkpoint)" = "$saved" ] || kills=0
+    kills=$((kills + 1))
+    [ "$kills" -le {max_kills} ] || break
+    saved=$(newest_checkpoint)
+    echo "farspan: its process was killed, and begins again" >&2
+    train
 done
 
 if [ -n "$noticed" ] && [ "$code" -ne 0 ]; then
@@ -88,6 +106,8 @@ def write_training_script(
     body = TRAINING.format(
         checkpoints=shell_line(path / "checkpoints"),
         train=begin,
+        killed=KILLED,
+        max_kills=MAX_KILLS,
         time=limit,
     )
     return _assemble(config, head, log, workdir, limit_s, body)

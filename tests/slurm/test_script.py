@@ -113,6 +113,33 @@ def test_script_is_one_that_bash_reads(slurm, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("saves", "code", "starts"),
+    [
+        # Killed at every start: with a new checkpoint each time until the ninth, and without any.
+        ("mkdir -p runs/papers/checkpoints/step-0000000$n", 0, 9),
+        ("true", 137, 4),
+    ],
+)
+def test_killed_process_begins_again_while_it_saves(saves, code, starts, tmp_path):
+    lines = [
+        "echo start >> starts",
+        "n=$(wc -l < starts)",
+        "[ $n -lt 9 ] || exit 0",
+        saves,
+        "kill -KILL $$",
+    ]
+    (tmp_path / "stub").write_text("\n".join(lines))
+    config = make_config("text")
+    script = training_script(config, RunFolder(tmp_path / "runs/papers"), ["run.yaml"])
+    command = next(line for line in script.splitlines() if "--until-done" in line)
+    script = script.replace(command, "    sh stub &").replace("#!/bin/bash -l", "")
+    (tmp_path / "job").write_text(script)
+    done = subprocess.run(["bash", "job"], cwd=tmp_path, timeout=LIMIT_S, capture_output=True)
+    assert done.returncode == code, done.stderr
+    assert len((tmp_path / "starts").read_text().split()) == starts
+
+
+@pytest.mark.parametrize(
     ("slurm", "key"),
     [
         ({"time": "4m", "notice": "3m"}, "slurm.time"),
