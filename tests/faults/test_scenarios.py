@@ -34,7 +34,8 @@ PLAIN = Scenario(
     sites=2,
     technique="data",
     on_fault="recover",
-    faults=(Fault(kind="kill", phase="training", target=1, step=10),),
+    faults=(Fault(kind="kill", phase="training", target=1, step=8),),
+    steps=24,
 )
 
 
