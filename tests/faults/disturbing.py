@@ -92,6 +92,8 @@ class Disturber:
         self._kill_again: Fault | None = None
         self._kill_again_at = 0.0
         self._exits = list[int]()
+        #: When the command was given again, seconds since the epoch.
+        self._given_again_at = list[float]()
 
     def train(self) -> Ending:
         """Train the run to its end, or to that which it does not survive."""
@@ -143,6 +145,7 @@ class Disturber:
             if down:
                 if now >= self._down_until:
                     place.start()
+                    self._given_again_at.append(time.time())
                     down = False
                     self._stopping = False
                     self._started_at = heard_at = time.monotonic()
@@ -296,7 +299,15 @@ class Disturber:
         struck = Struck(fault=str(fault), at=at, step=step)
         before = [event for event in self._tail.events if event.at <= at]
         after = [event for event in self._tail.events if at < event.at < until]
-        starts = [event for event in after if isinstance(event, Started | Recovered)]
+        # Workers that have lost their supervisor train on until they notice.
+        resumed_at = at
+        if fault.kind in ("supervisor", "shutdown", "disk"):
+            resumed_at = next((given for given in self._given_again_at if given > at), at)
+        starts = [
+            event
+            for event in after
+            if isinstance(event, Started | Recovered) and event.at > resumed_at
+        ]
         if not starts or not any(isinstance(event, Step) for event in before):
             return struck
         began_at = starts[0].at

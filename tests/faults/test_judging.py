@@ -82,6 +82,12 @@ def test_only_the_right_cause_is_a_right_end(kind: Kind, code: str, expected: st
     assert judge(scenario(kind), ending(code=code), CALM)[0] == expected
 
 
+def test_kills_on_a_far_host_may_be_for_memory() -> None:
+    killed = ending(code="out-of-memory")
+    assert judge(scenario("kill-again"), killed, CALM)[0] == "wrong"
+    assert judge(replace(scenario("kill-again"), launcher="ssh"), killed, CALM)[0] == "ended"
+
+
 def test_end_with_the_right_cause_must_be_curable() -> None:
     stuck = ending(code="disk-full", code_after="worker-lost")
     assert judge(scenario("disk-full"), stuck, CALM)[0] == "wrong"
