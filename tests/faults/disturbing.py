@@ -195,7 +195,8 @@ class Disturber:
         if fault.phase == "recovery":
             return now >= self._made_at + fault.delay_s
         if fault.phase == "time":
-            return self._seconds_trained() >= fault.delay_s
+            is_training = self._tail.step < self._place.scenario.steps
+            return is_training and self._seconds_trained() >= fault.delay_s
         if self._tail.step < fault.step:
             return False
         if fault.phase != "save":
