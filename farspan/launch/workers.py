@@ -50,6 +50,7 @@ from farspan.launch.run_folder_transfer import RemoteRun
 from farspan.launch.run_lock import Lease
 from farspan.launch.spares import SpareProcess, Spares
 from farspan.launch.worker_exits import ExitReader, cause_of
+from farspan.semantics.state_copies import has_copies
 
 #: How often the event file and the processes are looked at.
 WORKER_POLL_S = 0.1
@@ -58,9 +59,11 @@ WORKER_POLL_S = 0.1
 #: and stays 1 s more to report which rank is lost (`runtime.comm.heartbeat`); the rest is for a
 #: machine that is busy.
 FAILURE_GRACE_S = 8.0
-#: The same where a worker was killed, and they are started again: they have noticed that and
-#: agreed on what to write (`runtime.checkpoint.last_step`), or have nothing to write.
-KILLED_WORKER_GRACE_S = 1.5
+#: The same where a worker was killed, and they are started again.
+KILLED_WORKER_GRACE_S = 0.2
+#: The same where they may write the last whole step (`runtime.checkpoint.last_step`): they have
+#: noticed the loss and come together by then.
+SURVIVORS_GRACE_S = 1.5
 #: After an interrupt workers get this long to finish their step and save.
 SAVE_TIMEOUT_S = 600.0
 #: A killed worker is gone within this: one of a slow device has memory to give back.
@@ -297,6 +300,8 @@ class Workers(ABC):
             grace_s = FAILURE_GRACE_S
             if self._state.again and -signal.SIGKILL in codes:
                 grace_s = KILLED_WORKER_GRACE_S
+                if has_copies(self.plan):
+                    grace_s = SURVIVORS_GRACE_S
             if (self.run.checkpoints / SURVIVORS_FOLDER).exists():
                 grace_s = SURVIVOR_WRITE_S
             too_late = _has_passed(self._interrupted_at, SAVE_TIMEOUT_S)

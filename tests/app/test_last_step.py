@@ -84,7 +84,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", slow_after(2, CASES), ids=str)
+@pytest.mark.parametrize("case", slow_after(1, CASES), ids=str)
 def test_next_start_begins_at_the_last_whole_step(tmp_path, undisturbed, case):
     hurt = list[int]()
 

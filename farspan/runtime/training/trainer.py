@@ -35,6 +35,7 @@ from farspan.runtime.training.worker_parts import Worker
 from farspan.semantics.compile_choice import records_graph
 from farspan.semantics.identity import training_key, unlike_training
 from farspan.semantics.lr_schedule import learning_rate
+from farspan.semantics.state_copies import has_copies
 
 #: Loss scaling for fp16 as in arXiv 1710.03740, section 4.2: start high, halve on overflow, double
 #: after a quiet while.
@@ -131,13 +132,7 @@ class Trainer:
         self.preempted: tuple[int, ...] = ()
         self._whole = WholeState(worker.group.device)
         self._last_result: StepResult | None = None
-        #: Whether the state between two steps is all in the workers of one replica's tensors.
-        self._keeps_last_step = (
-            worker.group.world > 1
-            and worker.plan.sync is None
-            and not self._quantizes_sync
-            and self.recorded is None
-        )
+        self._keeps_last_step = has_copies(worker.plan) and self.recorded is None
 
     @property
     def elapsed_s(self) -> float:
