@@ -17,6 +17,8 @@ EXTRAS = {
     "bm25s": "search",
     "chromadb": "chroma",
     "datasets": "hf",
+    "fabrictestbed": "fabric",
+    "fabrictestbed_extensions": "fabric",
     "faiss": "faiss",
     "fastapi": "serve",
     "mcp": "mcp",

@@ -63,6 +63,8 @@ EXIT_CODES = {
     "llm-unusable": 58,
     "install-failed": 62,
     "copy-unusable": 60,
+    "fabric-unusable": 66,
+    "slice-failed": 67,
     "interrupted": 130,
 }
 

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -83,7 +83,7 @@ class Testbed:
         """Return the testbed's summary, and its calendar or why there is none."""
         calendar = None
         reason = None
-        start = datetime.now(timezone.utc) + timedelta(hours=1)
+        start = datetime.now(UTC) + timedelta(hours=1)
         try:
             calendar = self.manager().resources_calendar(
                 start=start, end=start + timedelta(days=MAX_SEARCH_DAYS - 1), interval="day"
@@ -248,7 +248,7 @@ class Testbed:
 
     def _find_slot(self, built: Any, hours: float) -> str | None:
         """Return when the testbed has room for a slice; None where it knows of no such time."""
-        start = datetime.now(timezone.utc) + timedelta(hours=1)
+        start = datetime.now(UTC) + timedelta(hours=1)
         found = self.fablib.find_resource_slot(
             start=start,
             end=start + timedelta(days=MAX_SEARCH_DAYS - 1),
@@ -293,7 +293,7 @@ def require_token(location: str, now: float) -> None:
         raise Unusable("no-token", f"{location}: {error!r}") from None
     expires = decode_token(token).get("exp", float("inf"))
     if expires <= now and not content.get("refresh_token"):
-        ended = datetime.fromtimestamp(expires, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+        ended = datetime.fromtimestamp(expires, UTC).strftime("%Y-%m-%d %H:%M UTC")
         raise Unusable("expired", f"the token in {location} expired on {ended}")
 
 
@@ -339,11 +339,14 @@ def explain(error: BaseException) -> dict[str, str]:
     if name in ("ConfigException", "FabricManagerException"):
         return {"kind": "configuration", "fact": fact}
     if name == "OrchestratorError" or isinstance(error, OSError):
-        return {"kind": "unreachable", "fact": fact}
+        # The client wraps the cause several times.
+        return {"kind": "unreachable", "fact": fact.rpartition("Caused by ")[2].strip("()'\"")}
     return {"kind": "other", "fact": f"{name}: {fact}"}
 
 
-def answer_questions(questions: TextIO, answers: TextIO, folder: str, resources: str | None) -> None:
+def answer_questions(
+    questions: TextIO, answers: TextIO, folder: str, resources: str | None
+) -> None:
     """Answer each line until there is none."""
     testbed = None
     for line in questions:

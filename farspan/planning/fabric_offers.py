@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -127,7 +127,7 @@ def parse_time(text: str) -> float:
     """Return a time of the testbed in seconds since 1970: ISO 8601, or `2026-12-01 10:00:00 +0000`;
     UTC where it has no zone."""
     time = datetime.fromisoformat(text.replace(" +", "+").replace("Z", "+00:00"))
-    return (time if time.tzinfo else time.replace(tzinfo=timezone.utc)).timestamp()
+    return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
 
 
 def site_locations(summary: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
