@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from farspan.app.predictions import PlanQuery
 
 #: Slices are up within some minutes, or within half an hour where the testbed is busy.
-READY_S = 2700.0
-POLL_S = 20.0
+SLICE_READY_S = 2700.0
+SLICE_POLL_S = 20.0
 #: States of a slice (fablib's Constants): what is waited for, and what never becomes that.
 READY_STATES = ("StableOK", "ModifyOK")
 FAILED_STATES = ("StableError", "ModifyError", "AllocatedError", "Closing", "Dead")
@@ -179,7 +179,7 @@ def make_slice(
     path: Path,
     progress: Progress = ignore_update,
     *,
-    ready_s: float = READY_S,
+    ready_s: float = SLICE_READY_S,
     keep: bool = False,
 ) -> ImportedSlice:
     """Request a slice, wait until its VMs are ready, and write its cluster file.
@@ -206,13 +206,12 @@ def make_slice(
 
 
 def _clean_up(process: FabricProcess, name: str, progress: Progress) -> None:
+    progress(Note(f"{name}: did not become ready, is deleted"))
     try:
         process.ask("delete_slice", dict[str, Any], wanted=name)
     except Refusal as refusal:
         fix = command("fabric", "delete", name)
         progress(Note(f"{name} may be left: {refusal.problem.fact}; {fix}"))
-    else:
-        progress(Note(f"{name}: deleted, as it did not become ready"))
 
 
 def wait_for_slice(
@@ -229,26 +228,30 @@ def wait_for_slice(
     deadline = clock() + ready_s
     shown = None
     while True:
-        record = process.ask("read_slice", SliceRecord, wanted=wanted)
-        if record.state != shown:
-            shown = record.state
-            progress(Note(f"{record.name}: {record.state}"))
-        if record.state in READY_STATES:
-            return record
         is_late = clock() > deadline
-        if record.state in FAILED_STATES or is_late:
+        errors: list[str] = []
+        try:
+            record = process.ask("read_slice", SliceRecord, wanted=wanted)
+            state = record.state or "requested"
+            if state in READY_STATES:
+                return record
             errors = [*record.errors, *(vm.error for vm in record.vms if vm.error)]
-            fact = "; ".join(dict.fromkeys(errors)) or "the testbed gives no reason"
-            if is_late and not errors:
-                fact = f"still {record.state} after {format_seconds(ready_s)}"
+        except Refusal as refusal:
+            # A service that does not answer now may do so before the deadline.
+            state = f"unknown: {refusal.problem.fact}"
+        if state != shown:
+            shown = state
+            progress(Note(f"slice: {state}"))
+        if state in FAILED_STATES or is_late:
+            late = f"still {state} after {format_seconds(ready_s)}" if is_late else state
             raise Refusal(
                 "slice-failed",
-                what=f"slice {record.name} did not become ready",
+                what=f"slice {wanted} did not become ready",
                 where="FABRIC",
-                fact=fact[:600],
+                fact="; ".join(dict.fromkeys([late, *errors]))[:600],
                 remedy=command("fabric", "offers", "--model", "gpt2"),
             )
-        sleep(POLL_S)
+        sleep(SLICE_POLL_S)
 
 
 def import_slice(name: str, path: Path) -> ImportedSlice:
@@ -270,7 +273,7 @@ def write_slice(
     rtts: Mapping[frozenset[str], float],
     given: Cluster | None = None,
 ) -> ImportedSlice:
-    """Write a slice's ssh configuration beside its cluster file, and then that. Raises Refusal
+    """Write a slice's ssh configuration next to its cluster file, and then that. Raises Refusal
     (host-unreachable, not-running) for a slice that cannot be entered."""
     away = [vm.name for vm in record.vms if not vm.management_ip or not vm.user]
     if away or not record.vms:
@@ -315,7 +318,7 @@ def delete_slice(name: str) -> int:
 
 
 def describe_layout(planned: PlannedSlice) -> list[str]:
-    """Return what would be requested, in lines."""
+    """Describe the VMs and networks that would be requested, a line each."""
     layout = planned.layout
     lines = [f"slice {layout.name}, {layout.image}, for {counted(planned.hours, 'hour')}"]
     for vm in layout.vms:

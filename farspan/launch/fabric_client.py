@@ -24,11 +24,11 @@ from farspan.domain.run import make_cache_folder
 T = TypeVar("T")
 #: The extra with fablib, its distribution, and the variable that names another interpreter which
 #: has it.
-EXTRA = "fabric"
+FABRIC_EXTRA = "fabric"
 FABLIB = "fabrictestbed-extensions==2.0.9"
 PYTHON_VARIABLE = "FARSPAN_FABRIC_PYTHON"
 #: A question takes a dozen requests of 30 s at most, and fablib some seconds to load.
-ANSWER_S = 300.0
+FABRIC_ANSWER_S = 300.0
 #: The user's part, by the kinds of faults that `fabric_process.py` tells apart: what is refused,
 #: and the command that mends it.
 FAULTS = {
@@ -52,8 +52,10 @@ FAULTS = {
 
 
 class FabricProcess:
-    """The process, for the time of a `with`. With `recorded`, a file with a summary of resources,
-    it asks nobody."""
+    """The process, for the time of a `with`; one that has ended is started again by a question.
+
+    With `recorded`, a file with a summary of resources, it asks nobody.
+    """
 
     def __init__(self, recorded: Path | None = None) -> None:
         self._recorded = recorded
@@ -61,7 +63,39 @@ class FabricProcess:
 
     def __enter__(self) -> FabricProcess:
         self._python = _find_python()
-        self._words = tempfile.TemporaryFile()
+        self._printed = tempfile.TemporaryFile()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+        self._printed.close()
+
+    def ask(self, question: str, kind: type[T], **values: object) -> T:
+        """Return the answer to a question, a method of `fabric_process.Testbed`. Raises Refusal."""
+        process = self._process or self._start()
+        assert process.stdin is not None and process.stdout is not None
+        watchdog = threading.Timer(FABRIC_ANSWER_S, process.kill)
+        watchdog.start()
+        line = b""
+        try:
+            process.stdin.write(msgspec.json.encode({"ask": question, **values}) + b"\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            pass
+        finally:
+            watchdog.cancel()
+            # After an interrupt too: its answer would be taken for that to the next question.
+            if not line:
+                self._end()
+        if not line:
+            raise self._explain_end()
+        answer = msgspec.json.decode(line)
+        if "fault" in answer:
+            raise self._explain_fault(answer["fault"])
+        return msgspec.convert(answer["answer"], kind)
+
+    def _start(self) -> subprocess.Popen[bytes]:
         program = str(resources.files("farspan.launch") / "fabric_process.py")
         words = [self._python, "-P", program, str(make_cache_folder("fabric"))]
         if self._recorded is not None:
@@ -71,42 +105,20 @@ class FabricProcess:
                 words,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=self._words,
+                stderr=self._printed,
                 env={**os.environ, **SAFE_PATH},
                 # Ctrl-C must not end what deletes a slice.
                 start_new_session=True,
             )
         except OSError as error:
             raise self._lacks_fablib(f"{error.strerror}") from None
-        return self
+        return self._process
 
-    def __exit__(self, *error: object) -> None:
-        process = self._process
-        assert process is not None and process.stdin is not None
-        process.kill()
-        process.communicate()
-        self._words.close()
-
-    def ask(self, question: str, kind: type[T], seconds: float = ANSWER_S, **values: object) -> T:
-        """Return the answer to a question, a method of `fabric_process.Testbed`. Raises Refusal."""
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
-        watchdog = threading.Timer(seconds, process.kill)
-        watchdog.start()
-        try:
-            process.stdin.write(msgspec.json.encode({"ask": question, **values}) + b"\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except BrokenPipeError:
-            line = b""
-        finally:
-            watchdog.cancel()
-        if not line:
-            raise self._explain_end()
-        answer = msgspec.json.decode(line)
-        if "fault" in answer:
-            raise self._explain_fault(answer["fault"])
-        return msgspec.convert(answer["answer"], kind)
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
 
     def _explain_fault(self, fault: dict[str, str]) -> Refusal:
         if "No module named" in fault["fact"]:
@@ -116,18 +128,18 @@ class FabricProcess:
         return Refusal(code, what=what, where="FABRIC", fact=fault["fact"], remedy=remedy)
 
     def _explain_end(self) -> Refusal:
-        self._words.seek(0)
-        printed = self._words.read().decode(errors="replace").strip().splitlines()
+        self._printed.seek(0)
+        printed = self._printed.read().decode(errors="replace").strip().splitlines()
         return Refusal(
             "fabric-unusable",
             what="the process that asks FABRIC has ended",
             where=f"{self._python}, farspan/launch/fabric_process.py",
-            fact=printed[-1][:400] if printed else f"no answer within {ANSWER_S:.0f} s",
+            fact=printed[-1][:400] if printed else f"no answer within {FABRIC_ANSWER_S:.0f} s",
             remedy="curl -sI https://orchestrator.fabric-testbed.net",
         )
 
     def _lacks_fablib(self, fact: str) -> Refusal:
-        remedy = install_command(EXTRA)
+        remedy = install_command(FABRIC_EXTRA)
         if self._python != sys.executable:
             remedy = shell_line(self._python, "-m", "pip", "install", FABLIB)
         return Refusal(
@@ -150,6 +162,6 @@ def _find_python() -> str:
             what="fablib, the client of FABRIC, is missing",
             where=sys.executable,
             fact=f"it brings some 50 packages; {PYTHON_VARIABLE} names another Python with it",
-            remedy=install_command(EXTRA),
+            remedy=install_command(FABRIC_EXTRA),
         )
     return sys.executable

@@ -96,25 +96,27 @@ def cluster_of_slice(
         return replace(entered, sites=leased)
     sites: dict[str, list[Host]] = {}
     for vm in record.vms:
+        memory = None if vm.ram_gb is None else vm.ram_gb * 10**9
         host = Host(
             name=vm.name,
             devices=_devices(vm),
             cpus=vm.cores,
-            memory=None if vm.ram_gb is None else vm.ram_gb * 10**9,
+            memory=memory,
             address=addresses[vm.name],
             enter=enter[vm.name],
             folder=REMOTE_FOLDER,
         )
         sites.setdefault(vm.site, []).append(host)
     taken = {vm.name for vm in record.vms}
-    names = {site: _site_name(site, taken) for site in sites}
+    site_names = {site: _site_name(site, taken) for site in sites}
     links = []
     for a, b in itertools.combinations(sites, 2):
         rtt_s = rtts.get(frozenset((a, b)))
         if rtt_s is not None:
-            links.append(Link(a=names[a], b=names[b], rtt_s=rtt_s, origin="derived"))
+            links.append(Link(a=site_names[a], b=site_names[b], rtt_s=rtt_s, origin="derived"))
     leased = tuple(
-        Site(name=names[site], hosts=tuple(hosts), lease_s=lease_s) for site, hosts in sites.items()
+        Site(name=site_names[site], hosts=tuple(hosts), lease_s=lease_s)
+        for site, hosts in sites.items()
     )
     return Cluster(sites=leased, links=tuple(links))
 
@@ -166,7 +168,7 @@ def find_addresses(record: SliceRecord) -> dict[str, str]:
 
 
 def _addresses_in(record: SliceRecord, networks: tuple[str, ...]) -> dict[str, str]:
-    addresses = {}
+    addresses: dict[str, str] = {}
     for vm in record.vms:
         for card in vm.cards:
             if card.network in networks and card.address:

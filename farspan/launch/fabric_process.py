@@ -22,7 +22,7 @@ MAX_SEARCH_DAYS = 30
 
 
 class Unusable(Exception):
-    """Raised for what the testbed cannot be asked for; `kind` is what farspan tells apart."""
+    """Raised for what the testbed cannot be asked for; farspan has a remedy for each `kind`."""
 
     def __init__(self, kind: str, fact: str) -> None:
         super().__init__(fact)
@@ -135,22 +135,22 @@ class Testbed:
         """Describe the slice of a name or an id."""
         from fabrictestbed_extensions.fablib.slice import Slice
 
-        found = self._require_slice(wanted)
+        summary = self._require_slice(wanted)
         self._require_bastion_login()
-        return self.describe_slice(Slice.get_slice(self.fablib, found))
+        return self.describe_slice(Slice.get_slice(self.fablib, summary))
 
     def renew_slice(self, wanted: str, end: str) -> dict[str, Any]:
         """Move the end of a slice's lease."""
-        found = self._require_slice(wanted)
-        self.manager().renew_slice(slice_id=found.slice_id, lease_end_time=end)
-        return {"id": found.slice_id, "name": found.name, "before": found.lease_end_time}
+        slice_id = self._require_slice(wanted).slice_id
+        self.manager().renew_slice(slice_id=slice_id, lease_end_time=end)
+        return {"id": slice_id}
 
     def delete_slice(self, wanted: str) -> dict[str, Any]:
         """Delete every living slice of a name, or the one of an id."""
-        found = self._find_slices(wanted)
-        for each in found:
-            self.manager().delete_slice(slice_id=each.slice_id)
-        return {"deleted": [each.slice_id for each in found]}
+        slice_ids = [each.slice_id for each in self._find_slices(wanted)]
+        for slice_id in slice_ids:
+            self.manager().delete_slice(slice_id=slice_id)
+        return {"deleted": slice_ids}
 
     # -- steps
 
@@ -180,16 +180,16 @@ class Testbed:
             )
         return built
 
-    def describe_slice(self, found: Any) -> dict[str, Any]:
-        """Return what farspan knows of a slice (`domain.fabric.SliceRecord`)."""
+    def describe_slice(self, subject: Any) -> dict[str, Any]:
+        """Describe a slice (`domain.fabric.SliceRecord`)."""
         networks = {}
         network_of = {}
-        for network in found.get_networks():
+        for network in subject.get_networks():
             networks[network.get_name()] = str(network.get_type())
             for card in network.get_interfaces():
                 network_of[card.get_name()] = network.get_name()
         vms = []
-        for node in found.get_nodes():
+        for node in subject.get_nodes():
             cards = []
             for card in node.get_interfaces():
                 address = card.get_fablib_data().get("addr")
@@ -198,36 +198,31 @@ class Testbed:
             models = [part.get_model() for part in node.get_components()]
             gpus = [model for model in models if str(model).startswith("GPU_")]
             own = node.get_user_data().get("farspan") or {}
-            vm = {
-                "name": node.get_name(),
-                "site": node.get_site(),
-                "state": node.get_reservation_state(),
-                "error": node.get_error_message() or "",
-                "user": node.get_username(),
-                "management_ip": node.get_management_ip(),
-                "gpus": gpus,
-                "cores": node.get_cores() or node.get_requested_cores(),
-                "ram_gb": node.get_ram() or node.get_requested_ram(),
-                "address": own.get("address"),
-                "cards": cards,
-            }
-            vms.append(vm)
+            vm = {"name": node.get_name(), "site": node.get_site(), "user": node.get_username()}
+            vm |= {"state": node.get_reservation_state(), "error": node.get_error_message() or ""}
+            vm |= {"management_ip": node.get_management_ip(), "address": own.get("address")}
+            vm |= {"cores": node.get_cores() or node.get_requested_cores()}
+            vm |= {"ram_gb": node.get_ram() or node.get_requested_ram()}
+            vms.append(vm | {"gpus": gpus, "cards": cards})
         errors = []
-        if found.sm_slice is not None:
-            errors = [error["notice"] for error in found.get_error_messages() if error["notice"]]
+        if subject.sm_slice is not None:
+            errors = [error["notice"] for error in subject.get_error_messages() if error["notice"]]
         fablib = self.fablib
-        return {
-            "name": found.get_name(),
-            "id": found.get_slice_id(),
-            "state": found.get_state(),
-            "lease_end": found.get_lease_end(),
-            "vms": vms,
-            "networks": networks,
-            "errors": errors,
+        access = {
             "bastion": fablib.get_bastion_host(),
             "bastion_user": fablib.get_bastion_username() or "",
             "bastion_key": fablib.get_bastion_key_location(),
             "slice_key": fablib.get_default_slice_private_key_file(),
+        }
+        return {
+            **access,
+            "name": subject.get_name(),
+            "id": subject.get_slice_id(),
+            "state": subject.get_state(),
+            "lease_end": subject.get_lease_end(),
+            "vms": vms,
+            "networks": networks,
+            "errors": errors,
         }
 
     def _find_slices(self, wanted: str) -> list[Any]:
@@ -236,10 +231,10 @@ class Testbed:
         return [each for each in slices if wanted in (each.name, each.slice_id)]
 
     def _require_slice(self, wanted: str) -> Any:
-        found = self._find_slices(wanted)
-        if not found:
+        slices = self._find_slices(wanted)
+        if not slices:
             raise Unusable("no-slice", f"no slice of yours has the name or id {wanted!r}")
-        return found[0]
+        return slices[0]
 
     def _require_bastion_login(self) -> None:
         if not self.fablib.get_bastion_username():
@@ -249,13 +244,13 @@ class Testbed:
     def _find_slot(self, built: Any, hours: float) -> str | None:
         """Return when the testbed has room for a slice; None where it knows of no such time."""
         start = datetime.now(UTC) + timedelta(hours=1)
-        found = self.fablib.find_resource_slot(
+        answer = self.fablib.find_resource_slot(
             start=start,
             end=start + timedelta(days=MAX_SEARCH_DAYS - 1),
             duration=max(1, round(hours)),
             slice=built,
         )
-        slots = found.get("slots") or found.get("windows") or []
+        slots = answer.get("slots") or []
         return slots[0].get("start") if slots else None
 
 
@@ -274,7 +269,7 @@ class _SummaryHolder:
 
 
 def _project_tags(manager: Any) -> frozenset[str]:
-    """Return what the project may request, by its token; empty where the token does not say it."""
+    """Return the permissions of the project in the token; empty where it has none."""
     claims = decode_token(manager.ensure_valid_id_token())
     for project in claims.get("projects") or []:
         if project.get("uuid") == manager.project_id:
@@ -311,7 +306,8 @@ def _configured(key: str) -> str | None:
     """Return a value of the user's fabric_rc, as fablib reads it."""
     from fabrictestbed_extensions.fablib.config.config import Config
 
-    return Config(offline=True).get_config().get(key)
+    value: str | None = Config(offline=True).get_config().get(key)
+    return value
 
 
 def _read_summary(path: str) -> dict[str, Any]:

@@ -22,8 +22,8 @@ Report = Callable[[str], None]
 DRIVER = "580-server"
 #: A VM starts within this, also again; and its driver is compiled.
 START_S = 900.0
-DRIVER_S = 1800.0
-POLL_S = 10.0
+DRIVER_INSTALL_S = 1800.0
+VM_POLL_S = 10.0
 COMMAND_S = 60.0
 LINKS_UNIT = """[Unit]
 Description=Links of a slice, by farspan
@@ -78,7 +78,7 @@ def _join(host: Host, script: str) -> None:
 
 
 def _install_driver(host: Host) -> None:
-    _run_as_root(host, DRIVER_SCRIPT, DRIVER_S, "takes no NVIDIA driver")
+    _run_as_root(host, DRIVER_SCRIPT, DRIVER_INSTALL_S, "takes no NVIDIA driver")
     if _run(host, "nvidia-smi -L", COMMAND_S).returncode:
         # A driver that held the cards before lets them go at a start.
         _run(host, "sudo -n systemctl reboot", COMMAND_S)
@@ -97,7 +97,7 @@ def _wait_for(host: Host, text: str, seconds: float, what: str) -> None:
     while (done := _run(host, text, COMMAND_S)).returncode:
         if time.monotonic() > deadline:
             raise _not_ready(host, what, done)
-        time.sleep(POLL_S)
+        time.sleep(VM_POLL_S)
 
 
 def _run(host: Host, text: str, seconds: float) -> subprocess.CompletedProcess[str]:
@@ -117,11 +117,11 @@ def _run(host: Host, text: str, seconds: float) -> subprocess.CompletedProcess[s
 
 
 def _not_ready(host: Host, what: str, done: subprocess.CompletedProcess[str]) -> Refusal:
-    said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+    printed = (done.stderr.strip() or done.stdout.strip()).splitlines()
     return Refusal(
         "slice-failed",
         what=f"{host.name} {what}",
         where=f"host {host.name}",
-        fact=said[-1][:400] if said else "it printed nothing",
+        fact=printed[-1][:400] if printed else "it printed nothing",
         remedy=shell_line(*host_command(host, ["true"])),
     )

@@ -21,7 +21,7 @@ from farspan.domain.fabric import (
 from farspan.domain.problems import Refusal
 from farspan.domain.suggest import advise
 
-#: cloud images have its driver in their package index.
+#: It has NVIDIA's driver as packages, and a Python that farspan runs with is a download away.
 IMAGE = "default_ubuntu_22"
 #: Addresses of VMs: a private network of the slice's own.
 NETWORK = "192.168.77"
@@ -43,7 +43,7 @@ def lay_out_slice(cluster: Cluster, name: str, sites: Sequence[str]) -> SliceLay
             fact=f"it has {len(cluster.hosts)}, its addresses are for {MAX_VMS}",
             remedy="make a smaller cluster file",
         )
-    vms = []
+    vms: list[VmLayout] = []
     networks = []
     for site in cluster.sites:
         testbed_site = match_site(site.name, sites)
@@ -51,8 +51,9 @@ def lay_out_slice(cluster: Cluster, name: str, sites: Sequence[str]) -> SliceLay
             address = f"{NETWORK}.{len(vms) + 1}"
             vms.append(_lay_out_vm(host, testbed_site, address))
         if len(site.hosts) > 1:
-            names = tuple(host.name for host in site.hosts)
-            networks.append(NetworkLayout(name=f"lan-{site.name}", kind="L2Bridge", vms=names))
+            members = tuple(host.name for host in site.hosts)
+            lan = NetworkLayout(name=f"lan-{site.name}", kind="L2Bridge", vms=members)
+            networks.append(lan)
     for a, b in itertools.combinations(vms, 2):
         if a.site != b.site:
             link = NetworkLayout(name=f"{a.name}-{b.name}", kind="L2STS", vms=(a.name, b.name))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -39,6 +38,9 @@ DETOUR = 1.5
 EARTH_RADIUS_KM = 6371.0
 #: Bytes a second between GPUs of a VM: copies over PCIe 3.0 x16, as in catalog/clusters/fabric.
 LOCAL_RATE = 13e9
+
+#: Of a site; some of its machines may be in maintenance (fablib's NodeValidator).
+USABLE_STATES = ("Active", "PartMaint")
 
 
 class GpuHost(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +78,7 @@ def list_gpu_hosts(
 ) -> list[GpuHost]:
     """List the machines with free GPUs, those of the calendar with the time until then; `now` is
     in seconds since 1970."""
-    active = {site["name"] for site in summary["sites"] if site.get("state") in _USABLE}
+    active = {site["name"] for site in summary["sites"] if site.get("state") in USABLE_STATES}
     sites = {host["name"]: host.get("site") for host in summary["hosts"]}
     hosts = _free_hosts(summary["hosts"], sites, 0.0)
     known = {(host.name, host.kind) for host in hosts}
@@ -87,10 +89,6 @@ def list_gpu_hosts(
                 known.add((host.name, host.kind))
                 hosts.append(host)
     return [host for host in hosts if host.site in active]
-
-
-#: Of a site; some of its machines may be in maintenance (fablib's NodeValidator).
-_USABLE = ("Active", "PartMaint")
 
 
 def _free_hosts(
@@ -108,7 +106,7 @@ def _free_hosts(
             counts = (machine.get("components") or {}).get(component) or {}
             gpus = (counts.get("capacity") or 0) - (counts.get("allocated") or 0)
             gpus = counts.get("available", gpus)
-            site = machine.get("site") or sites.get(machine.get("name"))
+            site = machine.get("site") or sites.get(machine["name"])
             if gpus > 0 and site:
                 host = GpuHost(
                     name=machine["name"],
@@ -164,21 +162,21 @@ def rank_offers(
 ) -> list[FabricOffer]:
     """Price a run on every offer; the fastest come first, waits included."""
 
-    def price(group: Sequence[GpuHost], allowed: Sequence[str]) -> FabricOffer:
+    def price(group: Sequence[GpuHost], considered: Sequence[str]) -> FabricOffer:
         cluster = cluster_of_hosts(group, places)
         train = train_for(model, cluster)
-        ranking = rank_plans(model, cluster, train, engine, allow=allowed, parts=False)
+        ranking = rank_plans(model, cluster, train, engine, allow=considered, parts=False)
         wait_s = max(host.free_in_s for host in group)
         return FabricOffer(cluster=cluster, best=ranking.listed[0], free_in_s=wait_s)
 
-    names = allow or techniques.technique_names()
-    quick = [name for name in names if name != SEARCHED] or list(names)
+    allowed = tuple(allow) or techniques.technique_names()
+    quick = tuple(name for name in allowed if name != SEARCHED) or allowed
     groups = group_hosts(hosts, places)
     order = [(price(group, quick), group) for group in groups]
     order.sort(key=lambda pair: _offer_order(pair[0]))
-    if SEARCHED in names and quick != list(names):
+    if quick != allowed:
         for place, (_, group) in enumerate(order[:MAX_SEARCHED_OFFERS]):
-            order[place] = (price(group, names), group)
+            order[place] = (price(group, allowed), group)
     offers = [offer for offer, _ in order]
     return sorted(offers, key=_offer_order)
 
@@ -192,7 +190,7 @@ def group_hosts(
 ) -> list[tuple[GpuHost, ...]]:
     """Return the machines of each offer: one, all that are free in a site now, or in two sites.
     Machines that differ by name alone are offered once."""
-    groups = [(host,) for host in hosts]
+    groups: list[tuple[GpuHost, ...]] = [(host,) for host in hosts]
     by_site: dict[str, list[GpuHost]] = {}
     for host in hosts:
         if not host.free_in_s:
@@ -202,7 +200,7 @@ def group_hosts(
     located.sort(key=lambda site: -sum(_flops(host) for host in by_site[site]))
     for a, b in itertools.combinations(located[:MAX_PAIRED_SITES], 2):
         groups.append((*by_site[a], *by_site[b]))
-    alike = {}
+    alike: dict[object, tuple[GpuHost, ...]] = {}
     for group in groups:
         key = tuple((host.site, host.kind, host.gpus, host.free_in_s > 0) for host in group)
         alike.setdefault(key, group)
@@ -225,16 +223,18 @@ def cluster_of_hosts(
 ) -> Cluster:
     """Return the VMs that an offer would have as a cluster, with round trips by distance."""
     vms: dict[str, list[Host]] = {}
-    waits: dict[str, float] = Counter()
+    waits: dict[str, float] = dict.fromkeys((host.site.lower() for host in hosts), 0.0)
     for host in hosts:
         site = host.site.lower()
         others = vms.setdefault(site, [])
+        ram_gb = min(host.ram_gb, VM_RAM_GB)
+        rate = LOCAL_RATE if host.gpus > 1 else None
         vm = Host(
             name=f"{site}{len(others) + 1}",
             devices=(_device(host.kind),) * host.gpus,
             cpus=min(host.cores, VM_CORES),
-            memory=min(host.ram_gb, VM_RAM_GB) * 10**9,
-            local_rate=LOCAL_RATE if host.gpus > 1 else None,
+            memory=ram_gb * 10**9,
+            local_rate=rate,
         )
         others.append(vm)
         waits[site] = max(waits[site], host.free_in_s)

@@ -7,7 +7,6 @@ Needs an account and a project of FABRIC, and fablib: pip install 'farspan[fabri
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,21 +71,21 @@ def run_offers(given: argparse.Namespace, console: Console) -> None:
     from farspan.app import fabric
     from farspan.app.predictions import candidate_as_json
 
-    found = fabric.list_offers(plan_query(given), given.resources)
-    _print_offers(found, console)
+    listed = fabric.list_offers(plan_query(given), given.resources)
+    _print_offers(listed, console)
     if given.out is not None:
-        if not 1 <= given.pick <= len(found.offers):
+        if not 1 <= given.pick <= len(listed.offers):
             raise Refusal(
                 "out-of-range",
                 what=f"there is no offer {given.pick}",
                 where="--pick",
-                fact=f"there are {len(found.offers)}",
+                fact=f"there are {len(listed.offers)}",
                 remedy="--pick 1",
             )
-        fabric.write_offer(found.offers[given.pick - 1], given.out)
+        fabric.write_offer(listed.offers[given.pick - 1], given.out)
         console.write_line(f"{given.out}; next: {command('fabric', 'new', given.out)}")
     rows = []
-    for offer in found.offers:
+    for offer in listed.offers:
         row = {
             **candidate_as_json(offer.best, offer.cluster),
             "cluster": offer.cluster.summary,
@@ -94,38 +93,37 @@ def run_offers(given: argparse.Namespace, console: Console) -> None:
             "free_in_s": offer.free_in_s,
         }
         rows.append(row)
-    console.answer({"offers": rows, "no_calendar": found.no_calendar})
+    console.answer({"offers": rows, "no_calendar": listed.no_calendar})
 
 
-def _print_offers(found: Offers, console: Console) -> None:
+def _print_offers(listed: Offers, console: Console) -> None:
     from farspan.cli.paint import text_width
     from farspan.planning.candidate import Candidate
     from farspan.planning.ranking import devices_line
     from farspan.report.tables import table_lines
 
     rows = []
-    for number, offer in enumerate(found.offers[:OFFERS_SHOWN], start=1):
+    for number, offer in enumerate(listed.offers[:OFFERS_SHOWN], start=1):
         cluster = offer.cluster
-        fits = isinstance(offer.best, Candidate) and offer.time_s < math.inf
-        row = (
-            str(number),
-            devices_line(cluster, range(len(cluster.devices))),
-            ", ".join(site.name.upper() for site in cluster.sites),
-            f"in {format_seconds(offer.free_in_s)}" if offer.free_in_s else "now",
-            offer.best.technique if fits else "does not fit",
-            format_seconds(offer.time_s) if fits else "",
-        )
-        rows.append(row)
+        sites = ", ".join(site.name.upper() for site in cluster.sites)
+        gpus = devices_line(cluster, range(len(cluster.devices)))
+        free = f"in {format_seconds(offer.free_in_s)}" if offer.free_in_s else "now"
+        technique = "does not fit"
+        done_in = ""
+        if isinstance(offer.best, Candidate):
+            technique = offer.best.technique
+            done_in = format_seconds(offer.time_s)
+        rows.append((str(number), gpus, sites, free, technique, done_in))
     heads = ("#", "GPUs", "at", "free", "technique", "done in")
     if not rows:
         console.write_line("no GPU of FABRIC is free")
     else:
         for line in table_lines(heads, rows, right={0, 5}, width=text_width()):
             console.write_line(line)
-    if len(found.offers) > OFFERS_SHOWN:
-        console.write_line(f"and {len(found.offers) - OFFERS_SHOWN} more: --json")
-    if found.no_calendar is not None:
-        console.write_facts(f"what is free later is unknown: {found.no_calendar}")
+    if len(listed.offers) > OFFERS_SHOWN:
+        console.write_line(f"and {len(listed.offers) - OFFERS_SHOWN} more: --json")
+    if listed.no_calendar is not None:
+        console.write_facts(f"what is free later is unknown: {listed.no_calendar}")
 
 
 def run_new(given: argparse.Namespace, console: Console) -> None:
