@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 
 from farspan.domain.cluster import Cluster, Host
@@ -26,6 +27,8 @@ IMAGE = "default_ubuntu_22"
 #: Addresses of VMs: a private network of the slice's own.
 NETWORK = "192.168.77"
 MAX_VMS = 250
+#: A name in a slice (fim's base_sliver); those of networks are made of two.
+VM_NAME = re.compile(r"[\w.-]{2,120}")
 
 
 def lay_out_slice(cluster: Cluster, name: str, sites: Sequence[str]) -> SliceLayout:
@@ -52,7 +55,7 @@ def lay_out_slice(cluster: Cluster, name: str, sites: Sequence[str]) -> SliceLay
             vms.append(_lay_out_vm(host, testbed_site, address))
         if len(site.hosts) > 1:
             members = tuple(host.name for host in site.hosts)
-            lan = NetworkLayout(name=f"lan-{site.name}", kind="L2Bridge", vms=members)
+            lan = NetworkLayout(name=f"lan-{testbed_site.lower()}", kind="L2Bridge", vms=members)
             networks.append(lan)
     for a, b in itertools.combinations(vms, 2):
         if a.site != b.site:
@@ -79,6 +82,14 @@ def match_site(name: str, sites: Sequence[str]) -> str:
 
 
 def _lay_out_vm(host: Host, site: str, address: str) -> VmLayout:
+    if not VM_NAME.fullmatch(host.name):
+        raise Refusal(
+            "cluster-invalid",
+            what=f"FABRIC takes no VM of the name {host.name!r}",
+            where=f"host {host.name}",
+            fact="names have two characters or more: letters, digits, _, - and .",
+            remedy=f"rename {shell_word(host.name)}, such as vm-1",
+        )
     gpus = []
     for device in host.devices:
         if device.backend == "cpu":

@@ -95,8 +95,8 @@ def test_components_are_those_of_fablib(fablib: Path, home: Path):
 
 
 THREE = """sites:
-  utah: {hosts: {a: {devices: [rtx6000, rtx6000]}, b: {devices: [t4]}}}
-  mass: {hosts: {c: {devices: [rtx6000]}}}
+  utah: {hosts: {vm1: {devices: [rtx6000, rtx6000]}, vm2: {devices: [t4]}}}
+  mass: {hosts: {vm3: {devices: [rtx6000]}}}
 """
 
 

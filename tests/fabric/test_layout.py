@@ -67,29 +67,32 @@ def test_each_two_vms_of_different_sites_have_a_link_of_their_own(tmp_path: Path
     cluster = written(
         tmp_path,
         "sites:\n"
-        "  utah: {hosts: {a: {devices: [t4]}, b: {devices: [t4]}}}\n"
-        "  mass: {hosts: {c: {devices: [rtx6000], memory: 64GB}}}\n",
+        "  utah: {hosts: {vm1: {devices: [t4]}, vm2: {devices: [t4]}}}\n"
+        "  mass: {hosts: {vm3: {devices: [rtx6000], memory: 64GB}}}\n",
     )
     layout = lay_out_slice(cluster, "three", SITES)
     kinds = {network.name: (network.kind, network.vms) for network in layout.networks}
     assert kinds == {
-        "lan-utah": ("L2Bridge", ("a", "b")),
-        "a-c": ("L2STS", ("a", "c")),
-        "b-c": ("L2STS", ("b", "c")),
+        "lan-utah": ("L2Bridge", ("vm1", "vm2")),
+        "vm1-vm3": ("L2STS", ("vm1", "vm3")),
+        "vm2-vm3": ("L2STS", ("vm2", "vm3")),
     }
     assert layout.vms[2].ram_gb == 64
 
 
 def test_device_or_site_that_the_testbed_lacks_is_refused(tmp_path: Path):
-    cluster = written(tmp_path, "sites: {utah: {hosts: {a: {devices: [h100]}}}}\n")
+    cluster = written(tmp_path, "sites: {utah: {hosts: {vm1: {devices: [h100]}}}}\n")
     with pytest.raises(Refusal, match="FABRIC has no h100") as refused:
         lay_out_slice(cluster, "x", SITES)
     assert refused.value.problem.code == "device-missing"
-    cluster = written(tmp_path, "sites: {utrecht: {hosts: {a: {devices: [t4]}}}}\n")
+    cluster = written(tmp_path, "sites: {utrecht: {hosts: {vm1: {devices: [t4]}}}}\n")
     with pytest.raises(Refusal, match="FABRIC has no site 'utrecht'") as refused:
         lay_out_slice(cluster, "x", SITES)
     assert refused.value.problem.code == "cluster-invalid"
     assert match_site("bris", SITES) == "BRIST"
+    cluster = written(tmp_path, "sites: {utah: {hosts: {a: {devices: [t4]}}}}\n")
+    with pytest.raises(Refusal, match="FABRIC takes no VM of the name 'a'"):
+        lay_out_slice(cluster, "x", SITES)
 
 
 # -- offers
