@@ -45,7 +45,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action.add_argument("slice", metavar="SLICE", help="its name or id")
     for action in (offers, new, brought):
         action.add_argument(
-            "-o", dest="out", metavar="FILE", type=Path, help="the cluster file to write"
+            "-o",
+            dest="out",
+            metavar="FILE",
+            type=Path,
+            help="the cluster file to write (default: SLICE-slice.yaml; of offers none)",
         )
     for action in (new, extend):
         action.add_argument(
@@ -138,7 +142,7 @@ def run_new(given: argparse.Namespace, console: Console) -> None:
         if given.only_print:
             console.answer({"layout": planned.layout})
             return
-        path = given.out or Path(f"{planned.layout.name}.yaml")
+        path = given.out or Path(f"{planned.layout.name}-slice.yaml")
         made = fabric.make_slice(process, planned, path, show, keep=given.keep)
     _finish(made, console)
 
@@ -146,7 +150,8 @@ def run_new(given: argparse.Namespace, console: Console) -> None:
 def run_import(given: argparse.Namespace, console: Console) -> None:
     from farspan.app import fabric
 
-    _finish(fabric.import_slice(given.slice, given.out or Path(f"{given.slice}.yaml")), console)
+    path = given.out or Path(f"{given.slice}-slice.yaml")
+    _finish(fabric.import_slice(given.slice, path), console)
 
 
 def _finish(made: ImportedSlice, console: Console) -> None:
