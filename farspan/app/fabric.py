@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 #: Slices are up within some minutes, or within half an hour where the testbed is busy.
 SLICE_READY_S = 2700.0
 SLICE_POLL_S = 20.0
+MAX_UNANSWERED_POLLS = 9
 #: States of a slice (fablib's Constants): what is waited for, and what never becomes that.
 READY_STATES = ("StableOK", "ModifyOK")
 FAILED_STATES = ("StableError", "ModifyError", "AllocatedError", "Closing", "Dead")
@@ -227,6 +228,7 @@ def wait_for_slice(
     not done within `ready_s` seconds."""
     deadline = clock() + ready_s
     shown = None
+    unanswered = 0
     while True:
         is_late = clock() > deadline
         errors: list[str] = []
@@ -235,9 +237,13 @@ def wait_for_slice(
             state = record.state or "requested"
             if state in READY_STATES:
                 return record
+            unanswered = 0
             errors = [*record.errors, *(vm.error for vm in record.vms if vm.error)]
         except Refusal as refusal:
-            # A service that does not answer now may do so before the deadline.
+            # A service that does not answer may do so soon.
+            unanswered += 1
+            if unanswered > MAX_UNANSWERED_POLLS:
+                raise
             state = f"unknown: {refusal.problem.fact}"
         if state != shown:
             shown = state

@@ -17,6 +17,8 @@ from typing import Any, TextIO
 
 #: What fablib calls a time.
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S %z"
+#: What parts of a slice say that end for another part's sake.
+CASCADE = "Closing reservation due to failure in slice"
 #: Days that the testbed looks ahead at most.
 MAX_SEARCH_DAYS = 30
 
@@ -206,7 +208,8 @@ class Testbed:
             vms.append(vm | {"gpus": gpus, "cards": cards})
         errors = []
         if subject.sm_slice is not None:
-            errors = [error["notice"] for error in subject.get_error_messages() if error["notice"]]
+            notices = [notice for notice in subject.get_notices().values() if notice]
+            errors = [notice for notice in notices if CASCADE not in notice]
         fablib = self.fablib
         access = {
             "bastion": fablib.get_bastion_host(),

@@ -207,6 +207,14 @@ def test_slice_is_waited_for_over_a_service_that_does_not_answer():
     assert waited(Answers(read_slice=states)).state == "StableOK"
 
 
+def test_service_that_answers_no_more_ends_the_wait():
+    away = Refusal("fabric-unusable", what="a", where="b", fact="gone", remedy="d")
+    process = Answers(read_slice=away)
+    with pytest.raises(Refusal, match="gone"):
+        waited(process, ready_s=1e6)
+    assert len(process.asked) == 10
+
+
 def test_slice_that_fails_is_refused_with_the_testbeds_reasons():
     failed = recorded_slice(state="StableError", errors=("Insufficient resources",))
     with pytest.raises(Refusal, match="Insufficient resources") as refused:
