@@ -21,15 +21,15 @@ test: $(VENV)/.test
 #     make test-slow CHANGED="runtime planning"     before an issue is resolved
 #     make test-slow PART="launch lab"              these folders
 #     make test-slow                                all
-PARTS_app := app cli launch slurm faults
+PARTS_app := app cli fabric launch slurm faults
 PARTS_catalog := domain estimate planning
 PARTS_cli := cli serve app
 PARTS_corpus := corpus retrieval cli
 PARTS_domain := domain app cli launch planning report retrieval runtime studies
 PARTS_estimate := estimate techniques planning studies golden
-PARTS_launch := launch lab app cli slurm faults
+PARTS_launch := launch lab app cli fabric slurm faults
 PARTS_models := models estimate runtime planning
-PARTS_planning := planning app cli exports studies golden slurm
+PARTS_planning := planning app cli exports fabric studies golden slurm
 PARTS_report := report studies
 PARTS_retrieval := retrieval serve cli golden
 PARTS_runtime := runtime launch app retrieval golden faults

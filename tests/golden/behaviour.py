@@ -135,6 +135,7 @@ LEFT_OUT = {
     "chaos": "it trains a run for minutes, with faults",
     "demo": "it is `train`, `embed` and `search` on the built-in corpus, for minutes",
     "index": "it is `embed` without a run; tests/cli/test_index.py has its answer",
+    "fabric": "it needs fablib and the testbed; tests/fabric has a stand-in",
     "lab up": "it needs network namespaces, which not every machine allows",
     "lab status": "it needs a lab",
     "lab exec": "it needs a lab",
