@@ -67,6 +67,7 @@ OWN_WORDS: dict[str, set[str]] = {
     },
     "farspan/domain/gpus.py": {"tag", "cpu", "newer"},
     "farspan/domain/suggest.py": {"lead"},
+    "farspan/launch/fabric_client.py": {"FAULTS[fault['kind']]"},
     "farspan/planning/selection_outcome.py": {"limit.typed"},
     "farspan/planning/quantities.py": {"example", "value"},
     "farspan/retrieval/relevance_judgements.py": {"wanted"},

@@ -95,13 +95,12 @@ def _lay_out_vm(host: Host, site: str, address: str) -> VmLayout:
         if device.backend == "cpu":
             continue
         if device.kind not in GPU_MODELS:
-            known = ", ".join(GPU_MODELS)
             raise Refusal(
                 "device-missing",
                 what=f"FABRIC has no {device.kind}",
                 where=f"host {host.name}",
-                fact=f"its GPUs: {known}",
-                remedy=f"give {shell_word(host.name)} devices of these: {known}",
+                fact=f"its GPUs: {', '.join(GPU_MODELS)}",
+                remedy=advise(device.kind, GPU_MODELS, verb="write", fix="write devices: [t4]"),
             )
         gpus.append(GPU_MODELS[device.kind])
     ram_gb = VM_RAM_GB if host.memory is None else math.ceil(host.memory / 1e9)
