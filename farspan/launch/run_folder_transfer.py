@@ -18,7 +18,7 @@ from farspan.domain.file_transfer import send_files
 from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
-from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.run import SURVIVORS_FOLDER, RunFolder, RunRecord
 from farspan.domain.struct_files import load, missing_path, to_json
 from farspan.launch.checkpoint_mirror import CheckpointMirror, FlawOf
 from farspan.launch.hosts import ask_shell, quote_path, start_shell
@@ -148,6 +148,10 @@ class RemoteRun:
             with open_own(self._here.events, "ab") as file:
                 file.write(whole)
             self._pulled += len(whole)
+
+    def has_survivors(self) -> bool:
+        """Return whether survivors of a lost worker write the last whole step there."""
+        return self._ask(f"test -d {quote_path(self._there.checkpoints / SURVIVORS_FOLDER)}") == b""
 
     def fetch_checkpoints(self) -> None:
         """Copy the checkpoints that are there and not here. Raises Refusal (host-unreachable) with

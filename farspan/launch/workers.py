@@ -4,6 +4,7 @@ leaves none behind."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -59,11 +60,8 @@ WORKER_POLL_S = 0.1
 #: and stays 1 s more to report which rank is lost (`runtime.comm.heartbeat`); the rest is for a
 #: machine that is busy.
 FAILURE_GRACE_S = 8.0
-#: The same where a worker was killed, and they are started again.
+#: The same where a worker was killed, they are started again, and have nothing to write.
 KILLED_WORKER_GRACE_S = 0.2
-#: The same where they may write the last whole step (`runtime.checkpoint.last_step`): they have
-#: noticed the loss and come together by then.
-SURVIVORS_GRACE_S = 1.5
 #: After an interrupt workers get this long to finish their step and save.
 SAVE_TIMEOUT_S = 600.0
 #: A killed worker is gone within this: one of a slow device has memory to give back.
@@ -152,6 +150,7 @@ class Workers(ABC):
         for kind in RECORDS:
             for stale in run.logs.glob(f"rank-*.{kind}.json"):
                 stale.unlink()
+        shutil.rmtree(run.checkpoints / SURVIVORS_FOLDER, ignore_errors=True)
         self._events_from = 0
         if run.events.exists():
             # Rank 0 cuts it off too, and writes its first event where it began.
@@ -298,11 +297,10 @@ class Workers(ABC):
             if self.failed_at is not None:
                 self.kill_unresponsive()
             grace_s = FAILURE_GRACE_S
-            if self._state.again and -signal.SIGKILL in codes:
+            is_killed = self._state.again and -signal.SIGKILL in codes
+            if is_killed and not has_copies(self.plan):
                 grace_s = KILLED_WORKER_GRACE_S
-                if has_copies(self.plan):
-                    grace_s = SURVIVORS_GRACE_S
-            if (self.run.checkpoints / SURVIVORS_FOLDER).exists():
+            if _has_passed(self.failed_at, grace_s) and self._survivors_write():
                 grace_s = SURVIVOR_WRITE_S
             too_late = _has_passed(self._interrupted_at, SAVE_TIMEOUT_S)
             if too_late or _has_passed(self.failed_at, grace_s):
@@ -319,6 +317,12 @@ class Workers(ABC):
                 self._remote.fetch_checkpoints()
         finally:  # What the workers ended with explains more.
             self._refuse_if_failed()
+
+    def _survivors_write(self) -> bool:
+        """Return whether workers write the last whole step (`runtime.checkpoint.last_step`)."""
+        if self._remote is not None:
+            return self._remote.has_survivors()
+        return (self.run.checkpoints / SURVIVORS_FOLDER).exists()
 
     def _require_folder(self) -> None:
         """End all at once where the run's folder is gone: they have nowhere to save to."""

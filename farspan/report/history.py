@@ -261,8 +261,10 @@ def _steps_of(
     """Return one start's steps by number, `before_s` seconds and `tokens` tokens into the run."""
     steps = _events_of(Step, part)
     skipped = min(SLOW_START_STEPS, len(steps) // 2)
-    timed = {}
+    timed = dict[int, Timed]()
     for index, step in enumerate(steps):
+        if step.step in timed:  # A survivor has reported rank 0's last step, as rank 0 has.
+            continue
         tokens += step.tokens
         time_s = before_s + step.at - started.at
         timed[step.step] = Timed(step, time_s, tokens, started, index >= skipped)

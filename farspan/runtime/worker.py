@@ -43,7 +43,9 @@ from farspan.domain.run_events import (
     Finished,
     Recovered,
     Sampled,
+    Saved,
     Started,
+    Step,
     Warned,
 )
 from farspan.domain.struct_files import load, save
@@ -251,16 +253,16 @@ def keep_last_step(trainer: Trainer, lost: int, run: RunFolder, epoch: Epoch) ->
     """Have the next start begin at the last whole step, where the survivors of a lost worker hold
     its state: the one that commits it reports the step and the checkpoint. An error goes to the
     log: the next start begins at the newest checkpoint then."""
-    try:
-        reported = trainer.write_last_step(lost)
-        if reported is None:
-            return
-        step, saved = reported
+
+    def report(step: Step, saved: Saved) -> None:
         # Rank 0 may be the one that is lost, before it could report the step.
         with EventLog(run.events, lambda: require_own(run, epoch)) as log:
             if newest_step(run.events) < step.step:
                 log.write(step)
             log.write(saved)
+
+    try:
+        trainer.write_last_step(lost, report)
     except Exception:
         with suppress(OSError):
             traceback.print_exc()

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,9 +19,20 @@ from msgspec.structs import replace
 
 from farspan.domain.plan import Mesh, Plan, Zero
 from farspan.domain.run_events import Finished, Recovered, Saved, Step, Validated
-from farspan.runtime.checkpoint.last_step import WholeState, assign_survivors
+from farspan.runtime.checkpoint import checkpoint_folder
+from farspan.runtime.checkpoint.checkpoint_folder import Unsaved
+from farspan.runtime.checkpoint.last_step import (
+    GATHER_S,
+    WholeState,
+    assign_survivors,
+    write_last_step,
+)
 from farspan.runtime.checkpoint.manifest import TrainerState
+from farspan.runtime.checkpoint.slice_files import Listing
+from farspan.runtime.comm.topology import Topology
+from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.state.full_state import BucketManifest, Piece
+from farspan.runtime.state.train_state import TrainState
 from tests import tiny
 from tests.app.supervised import Watched, made
 from tests.examples import slow_after
@@ -165,6 +181,64 @@ def test_each_piece_is_written_once_by_a_survivor_of_the_newest_whole_step(owned
     assert {steps[rank] for rank in writers} == {max(whole)}
     for rank, pieces in writers.items():
         assert {piece.name for _, piece in pieces} <= owned[rank]
+
+
+class Survivor(NamedTuple):
+    """What of an executor is needed to write the last step."""
+
+    topology: SimpleNamespace
+    state: TrainState
+    whole: SimpleNamespace
+    outer: None = None
+
+
+@pytest.mark.parametrize(
+    ("expected", "late_s"),
+    [(({0}, {1}), (0.0, 0.3)), (({0, 1}, {0, 1}), (GATHER_S + 0.3, 0.0))],
+    ids=["a cut between them", "one is late"],
+)
+def test_survivors_that_know_of_different_others_write_one_whole_checkpoint(
+    tmp_path, monkeypatch, expected, late_s
+):
+    """Each leads where it sees itself alone, and a part takes longer than the other is late."""
+    (tmp_path / "checkpoints").mkdir()
+    plan = tiny.plan(replace(RARE, keep=1))
+    executor = Executor(Topology(plan, 0), torch.device("cpu"))
+    (own,) = executor.whole.manifests
+    whole = SimpleNamespace(manifests=[own, own], shapes=executor.whole.shapes)
+
+    put_slices = checkpoint_folder.put_slices
+
+    def put_slowly(*arguments: Any) -> Listing:
+        listing = put_slices(*arguments)
+        time.sleep(1.0)
+        return listing
+
+    monkeypatch.setattr(checkpoint_folder, "put_slices", put_slowly)
+
+    def write(rank: int, step: int, survivors: set[int], delay_s: float) -> None:
+        time.sleep(delay_s)
+        topology = SimpleNamespace(rank=rank, plan=plan, replica_index=0)
+        state = TrainerState(step=step, plan=plan.hash, training="", elapsed_s=0.0)
+        survivor = Survivor(topology, executor.state, whole)
+        reported = written.append
+        with suppress(Unsaved, OSError):
+            write_last_step(
+                survivor,  # type: ignore[arg-type]
+                tmp_path / "checkpoints",
+                survivors,
+                state,
+                torch.clone,
+                lambda path, size: reported(path),
+            )
+
+    written = list[Path]()
+    write(0, 3, {0}, 0.0)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(write, (0, 1), (7, 7), expected, late_s))
+    older, newest = written
+    assert checkpoint_folder.verify(newest).step == 7
+    assert not older.exists() and not list(newest.parent.glob(".*"))
 
 
 def test_state_that_an_error_has_left_between_two_steps_is_not_written():

@@ -39,6 +39,7 @@ def made_on(path: Path, plan: Plan, cluster: Cluster) -> RunFolder:
     return run
 
 
+@pytest.mark.slow
 def test_device_that_fails_for_good_is_given_up_and_the_run_goes_on(tmp_path: Path) -> None:
     """Device 0 fails, so the plan that follows has to name device 1."""
     broken = tmp_path / "broken"

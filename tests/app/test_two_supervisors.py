@@ -165,6 +165,7 @@ def test_half_that_is_asked_to_goes_on_without_the_other_site(home: Side, tmp_pa
     assert isinstance(problem, Problem) and problem.code == "superseded", problem
 
 
+@pytest.mark.slow
 def test_machine_with_a_copy_goes_on_where_the_supervisor_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,7 @@ def test_folder_of_another_run_yaml_is_refused(place: Path, farspan: Farspan) ->
     assert "train.steps is 3, was 2" in other.stderr
 
 
+@pytest.mark.slow
 def test_start_that_was_killed_while_it_made_the_folder_is_no_hindrance(
     place: Path, farspan: Farspan
 ) -> None:

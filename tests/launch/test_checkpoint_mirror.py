@@ -190,6 +190,7 @@ def test_a_damaged_copy_does_not_count_and_is_told(
     assert list(run.checkpoints.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_closed_mirror_ends_a_copy_that_hangs(
     far_host: FarHost, mirrored: tuple[CheckpointMirror, RunFolder, RunFolder]
 ) -> None:

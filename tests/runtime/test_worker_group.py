@@ -13,6 +13,7 @@ from textwrap import indent
 import pytest
 
 from farspan.runtime.comm.worker_group import NCCL_ERROR_VARIABLES, backend
+from tests.examples import slow_after
 from tests.ports import reserved_port
 from tests.waiting import LIMIT_S
 
@@ -79,6 +80,7 @@ def test_texts_are_gathered_also_where_some_have_none(texts):
     assert said == [f"{list(texts)} {texts[0].encode()!r}"] * 2
 
 
+@pytest.mark.slow
 def test_a_busy_worker_is_waited_for_far_longer_than_a_silent_one():
     """Here in the exchange by which workers part."""
     program = f"""
@@ -90,7 +92,7 @@ if rank == 0:
         assert [process.wait(LIMIT_S) for process in started] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("still", [0, 1])
+@pytest.mark.parametrize("still", slow_after(1, [1, 0]))
 def test_a_worker_that_stands_still_is_lost_and_named(still):
     program = f"""
 if rank == {still}:
@@ -167,7 +169,7 @@ def test_nccl_is_for_groups_of_gpus_and_gloo_for_what_is_in_the_memory_of_hosts(
 STARTING = MEMBER.partition("with Group(")[0]
 
 
-@pytest.mark.parametrize("still", [0, 1])
+@pytest.mark.parametrize("still", slow_after(1, [1, 0]))
 def test_worker_that_hangs_before_all_are_connected_is_named_as_lost(still):
     """Met, and then nothing: the others wait for connections, which by themselves they would for
     hours. It stands still once it has heard a beat: a worker that was never heard is waited for as

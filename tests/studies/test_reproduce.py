@@ -16,6 +16,7 @@ from farspan_studies.papers import cost_study, fabric_study, findings
 from farspan_studies.papers.calibrate import constant, simplex, with_constants
 from farspan_studies.papers.published import cost_study as study
 from farspan_studies.papers.published import equal_cuts, fabric, published_plan
+from tests.examples import slow_after
 
 
 @functools.cache
@@ -193,7 +194,7 @@ def test_simplex_finds_the_bottom_of_a_bowl() -> None:
     ) == pytest.approx([1, -2], abs=1e-3)
 
 
-@pytest.mark.parametrize("paper", ["fabric", "slm-cost"])
+@pytest.mark.parametrize("paper", slow_after(1, ["slm-cost", "fabric"]))
 def test_json_is_one_object(
     paper: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

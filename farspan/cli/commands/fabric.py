@@ -1,7 +1,7 @@
 """Train on the FABRIC testbed: what it could give now or later, a slice of a cluster file, the
 cluster file of a slice, and the slice's lease and end.
 
-Needs an account and a project of FABRIC, and fablib: pip install 'farspan[fabric]'.
+Needs an account and a project of FABRIC, and fablib, which the extra `fabric` brings.
 """
 
 from __future__ import annotations

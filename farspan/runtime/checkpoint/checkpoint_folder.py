@@ -114,12 +114,18 @@ def unfinished(path: Path) -> Path:
 def make_folder(path: Path, size: int, epoch: int = 0) -> None:
     """Make the folder that a checkpoint of `size` bytes is written in. Raises OSError, or Refusal
     (disk-full, or superseded where another start of the run has begun since this epoch)."""
-    fence_stale_epoch(_ledger_path(path), epoch)
+    require_newest_epoch(path, epoch)
     # No parents: a run's folder that was deleted is not made again.
     path.parent.mkdir(exist_ok=True)
     clean_up(path.parent)
     check_disk(path.parent, size)
     unfinished(path).mkdir()
+
+
+def require_newest_epoch(path: Path, epoch: int) -> None:
+    """Raise Refusal (superseded) where another start of a checkpoint's run has begun since this
+    epoch."""
+    fence_stale_epoch(_ledger_path(path), epoch)
 
 
 def part_name(rank: int) -> str:
@@ -163,7 +169,7 @@ def commit(path: Path, ranks: Iterable[int], progress: TrainerState) -> int:
                 slices = tensors[name].slices + slices
             tensors[name] = GlobalTensor(shape=tensor.shape, slices=slices)
         listed.unlink()
-    fence_stale_epoch(_ledger_path(path), progress.epoch)
+    require_newest_epoch(path, progress.epoch)
     checksum = checksum_of(progress, tensors)
     save(Manifest(progress=progress, tensors=tensors, checksum=checksum), folder / MANIFEST)
     fsync_path(folder)

@@ -15,10 +15,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 
 from farspan.domain.run import SURVIVOR_WRITE_S, SURVIVORS_FOLDER
+from farspan.domain.struct_files import write_atomically
 from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.checkpoint.checkpoint_folder import Unsaved
 from farspan.runtime.checkpoint.manifest import TrainerState
@@ -93,20 +95,25 @@ def write_last_step(
     survivors: Collection[int],
     state: TrainerState,
     copy: HostCopy,
-) -> tuple[Path, int] | None:
-    """Write a checkpoint of the state as it stands, with the other survivors. Return its path and
-    bytes in the worker that has committed it; None in the others, and where the survivors do not
-    hold the whole state of one step together. Raises OSError, Refusal, Unsaved."""
+    report: Callable[[Path, int], None],
+) -> None:
+    """Write a checkpoint of the state as it stands, with the other survivors, where they hold the
+    whole state of one step together. The worker that commits it has its path and bytes reported.
+    Raises OSError, Refusal, Unsaved."""
     rank = executor.topology.rank
     plan = executor.topology.plan
     path = folder / checkpoint_folder.step_name(state.step)
+    checkpoint_folder.require_newest_epoch(path, state.epoch)
     if path.exists():  # Others were quicker.
-        return None
+        return
     meeting = _Survivors(folder / SURVIVORS_FOLDER, state.epoch)
-    steps = meeting.gather(rank, state.step, survivors)
+    steps = meeting.agree(rank, meeting.gather(rank, state.step, survivors))
     writers = assign_survivors(executor.whole.manifests, steps)
+    if not writers or path.exists():
+        meeting.end()
+        return
     if rank not in writers:
-        return None
+        return
     # The lowest rank leads, as rank 0 does otherwise.
     is_leader = rank == min(writers)
     try:
@@ -118,12 +125,11 @@ def write_last_step(
         for part in slices_of(executor, writers[rank], kept_by_kind(executor)):
             slices.append(part._replace(values=copy(part.values)))
         checkpoint_folder.write_part(path, rank, slices)
-        if not is_leader:
-            return None
-        meeting.wait_until(lambda: not checkpoint_folder.missing_parts(path, writers))
-        size = checkpoint_folder.commit(path, sorted(writers), state)
-        checkpoint_folder.prune(path, plan.train.keep)
-        return path, size
+        if is_leader:
+            meeting.wait_until(lambda: not checkpoint_folder.missing_parts(path, writers))
+            size = checkpoint_folder.commit(path, sorted(writers), state)
+            checkpoint_folder.prune(path, plan.train.keep)
+            report(path, size)
     finally:
         if is_leader:
             meeting.end()
@@ -159,16 +165,24 @@ class _Survivors:
     def gather(self, rank: int, step: int, expected: Collection[int]) -> dict[int, int]:
         """Wait for these ranks, for GATHER_S at most; return the step of each that has come."""
         self._folder.mkdir(exist_ok=True)
-        own = self._folder / f"{self._prefix}{rank}"
-        new = own.with_suffix(".new")
-        new.write_text(str(step))
-        new.replace(own)
+        write_atomically(self._folder / f"{self._prefix}{rank}", b"%d" % step)
         deadline = time.monotonic() + GATHER_S
         while True:
             steps = self._read_steps(expected)
             if len(steps) == len(expected) or time.monotonic() > deadline:
                 return steps
             time.sleep(SURVIVOR_POLL_S)
+
+    def agree(self, rank: int, steps: Mapping[int, int]) -> dict[int, int]:
+        """Return the survivors that write, with their steps: those that the first one which came so
+        far has seen. Two that have seen others would both lead. Raises OSError, also where the disk
+        knows no hard links."""
+        own = self._folder / f"{self._prefix}{rank}.agreed"
+        write_atomically(own, msgspec.json.encode(steps))
+        agreed = self._folder / f"{self._prefix}agreed"
+        with suppress(FileExistsError):
+            agreed.hardlink_to(own)
+        return msgspec.json.decode(agreed.read_bytes(), type=dict[int, int])
 
     def _read_steps(self, expected: Collection[int]) -> dict[int, int]:
         steps = {}
@@ -179,7 +193,7 @@ class _Survivors:
 
     def open_folder(self) -> None:
         """Let the others write to the checkpoint's folder."""
-        (self._folder / f"{self._prefix}folder").touch()
+        write_atomically(self._folder / f"{self._prefix}folder", b"")
 
     def has_folder(self) -> bool:
         return (self._folder / f"{self._prefix}folder").exists()

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from farspan.domain.own_files import open_own
 from farspan.domain.problems import Refusal
-from farspan.domain.run import RunFolder
+from farspan.domain.run import SURVIVOR_WRITE_S, RunFolder
 from farspan.domain.struct_files import write_atomically
 from farspan.domain.units import format_seconds
 from farspan.runtime.checkpoint import checkpoint_folder
@@ -185,6 +185,8 @@ class Checkpointer:
         #: Times in a row that a checkpoint was due and could not be written.
         self._unsaved = 0
         self._pending: _Pending | None = None
+        #: Seconds for a byte of the last part that was written here; 0 before the first.
+        self._byte_s = 0.0
         self._snapshots = Snapshots(executor.staging)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
 
@@ -303,7 +305,8 @@ class Checkpointer:
         why = ""
         if self._rank == 0:
             try:
-                checkpoint_folder.make_folder(path, size, state.epoch)
+                with self._group.writing:
+                    checkpoint_folder.make_folder(path, size, state.epoch)
             except (OSError, Refusal) as error:
                 why = _clear_failed(path, error)
         # Before the others go on: a quick one sends its part while this worker still copies its
@@ -334,7 +337,10 @@ class Checkpointer:
         if self._rank in ranks:
             if self._rank in self._folder.near:
                 with self._group.writing:
+                    began = self._monotonic()
                     checkpoint_folder.write_part(path, self._rank, slices)
+                    size = sum(part.values.nbytes for part in slices)
+                    self._byte_s = (self._monotonic() - began) / max(1, size)
             else:
                 self._folder.send_part(self._group, slices)
         slices.clear()
@@ -394,19 +400,24 @@ class Checkpointer:
             fact=f"{why}; {state.step} of {state.steps} steps are trained, {self.kept}",
         )
 
-    def write_last_step(self, state: TrainerState, lost: int, copy: HostCopy) -> Written | None:
+    def write_last_step(
+        self, state: TrainerState, lost: int, copy: HostCopy, report: Callable[[Written], None]
+    ) -> None:
         """Write the state of the last whole step, with the other survivors of a lost worker, where
-        it is newer than the newest checkpoint (`last_step.write_last_step`)."""
+        it is newer than the newest checkpoint, and this disk is quick enough for all of it
+        (`last_step.write_last_step`)."""
         folder = self._folder
         if self._rank not in folder.near or state.step <= self.newest:
-            return None
+            return
+        if checkpoint_folder.bytes_needed(self._plan) * self._byte_s > SURVIVOR_WRITE_S:
+            return
         began = self._monotonic()
+
+        def report_written(path: Path, size: int) -> None:
+            report(Written(state.step, path, size, self._monotonic() - began))
+
         survivors = folder.near - {lost}
-        saved = write_last_step(self._executor, folder.path, survivors, state, copy)
-        if saved is None:
-            return None
-        path, size = saved
-        return Written(state.step, path, size, self._monotonic() - began)
+        write_last_step(self._executor, folder.path, survivors, state, copy, report_written)
 
     # -- restoring
     #   --------------------------------------------------------------------------------------------

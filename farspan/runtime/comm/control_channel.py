@@ -115,9 +115,17 @@ class Notices:
 
     def agree_to_leave(self, world: int) -> None:
         """Wait until all workers want to leave: from then on their connections end as planned.
-        Raises ConnectionError where rank 0 has ended."""
+        Raises ConnectionError where one that this worker is connected to has ended before."""
         self.send_to_all(leaving(self.rank), b"1")
-        self.wait([leaving(rank) for rank in range(world)])
+        keys = [leaving(rank) for rank in range(world)]
+
+        def is_decided() -> bool:
+            return not self.missing(keys) or any(map(self.is_broken, self.ended))
+
+        with self._changed:
+            self._changed.wait_for(is_decided)
+        if self.missing(keys):
+            raise ConnectionError("a worker has ended before it was to leave")
 
     def is_broken(self, peer: int) -> bool:
         """Return whether the connection of a worker has ended, and not as planned."""

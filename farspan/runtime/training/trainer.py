@@ -551,19 +551,22 @@ class Trainer:
         self._saved_at = self.monotonic()
         return self.checkpointer.save(self._copy_state(), due=due, last=last, wait=wait)
 
-    def write_last_step(self, lost: int) -> tuple[Step, Saved] | None:
+    def write_last_step(self, lost: int, report: Callable[[Step, Saved], None]) -> None:
         """Write the state of the last whole step after the loss of a worker, where the survivors
-        hold it: the next start begins there. Return that step and the checkpoint in the worker that
-        has committed it. Training never continues. Raises OSError, Refusal, Unsaved."""
+        hold it: the next start begins there. The worker that commits it has that step and the
+        checkpoint reported. Training never continues. Raises OSError, Refusal, Unsaved."""
         whole = self._whole
         state = whole.freeze()
         if state is None or self._last_result is None:
-            return None
+            return
         state.elapsed_s = self.elapsed_s
-        written = self.checkpointer.write_last_step(state, lost, whole.copy_to_host)
-        if written is None:
-            return None
-        return self._step_event(self._last_result), self._saved_event(written)
+        step = self._step_event(self._last_result)
+        self.checkpointer.write_last_step(
+            state,
+            lost,
+            whole.copy_to_host,
+            lambda written: report(step, self._saved_event(written)),
+        )
 
     def _on_saved(self, written: Written) -> None:
         """Report on rank 0 that a checkpoint is in its place."""
