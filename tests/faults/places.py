@@ -31,7 +31,7 @@ from tests.waiting import LIMIT_S, wait_for
 ROOT = Path(__file__).parents[2]
 RTT = "20ms"
 #: Of the disk that holds a run: it fills within a fraction of a second.
-DISK_BYTES = 64 * 2**20
+DISK_BYTES = 128 * 2**20
 #: How often Slurm is asked whether a job has ended.
 QUEUE_POLL_S = 2.0
 
