@@ -28,7 +28,7 @@ from farspan.domain.fabric import (
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import make_cache_folder
 from farspan.domain.struct_files import write_atomically
-from farspan.domain.units import counted, format_seconds
+from farspan.domain.units import format_seconds
 from farspan.launch.fabric_client import FabricProcess
 from farspan.launch.fabric_cluster import cluster_of_slice, find_addresses, ssh_config
 from farspan.planning.fabric_layout import lay_out_slice
@@ -51,6 +51,8 @@ MAX_UNANSWERED_POLLS = 9
 #: States of a slice (fablib's Constants): what is waited for, and what never becomes that.
 READY_STATES = ("StableOK", "ModifyOK")
 FAILED_STATES = ("StableError", "ModifyError", "AllocatedError", "Closing", "Dead")
+#: Of the ssh configuration next to a slice's cluster file.
+SSH_CONFIG_SUFFIX = ".ssh_config"
 #: fablib's form of a time.
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S %z"
 
@@ -134,7 +136,7 @@ def plan_slice(
             "run-exists",
             what=f"you have a slice {layout.name} already",
             where="FABRIC",
-            fact="two slices of one name cannot be told apart",
+            fact="two slices of one name cannot be distinguished",
             remedy=command("fabric", "import", layout.name),
         )
     if check.errors:
@@ -200,6 +202,7 @@ def make_slice(
         set_up_vms(record, imported.cluster, lambda text: progress(Note(text)))
     except BaseException:
         path.unlink(missing_ok=True)
+        path.absolute().with_suffix(SSH_CONFIG_SUFFIX).unlink(missing_ok=True)
         if not keep:
             _clean_up(process, layout.name, progress)
         raise
@@ -207,9 +210,11 @@ def make_slice(
 
 
 def _clean_up(process: FabricProcess, name: str, progress: Progress) -> None:
-    progress(Note(f"{name}: did not become ready, is deleted"))
+    """Delete what was made of a slice; a request that was refused has made nothing."""
     try:
-        process.ask("delete_slice", dict[str, Any], wanted=name)
+        answer = process.ask("delete_slice", dict[str, list[str]], wanted=name)
+        if answer["deleted"]:
+            progress(Note(f"{name}: did not become ready, and is deleted"))
     except Refusal as refusal:
         fix = command("fabric", "delete", name)
         progress(Note(f"{name} may be left: {refusal.problem.fact}; {fix}"))
@@ -294,7 +299,7 @@ def write_slice(
     lease_s = (
         max(1.0, parse_time(record.lease_end or "") - time.time()) if record.lease_end else 1.0
     )
-    config = path.absolute().with_suffix(".ssh_config")
+    config = path.absolute().with_suffix(SSH_CONFIG_SUFFIX)
     known_hosts = make_cache_folder("fabric") / "known_hosts"
     write_atomically(config, ssh_config(record, known_hosts).encode())
     cluster = cluster_of_slice(record, config, lease_s, rtts, given)
@@ -321,16 +326,3 @@ def delete_slice(name: str) -> int:
     with FabricProcess() as process:
         answer = process.ask("delete_slice", dict[str, list[str]], wanted=name)
     return len(answer["deleted"])
-
-
-def describe_layout(planned: PlannedSlice) -> list[str]:
-    """Describe the VMs and networks that would be requested, a line each."""
-    layout = planned.layout
-    lines = [f"slice {layout.name}, {layout.image}, for {counted(planned.hours, 'hour')}"]
-    for vm in layout.vms:
-        gpus = " + ".join(f"{vm.gpus.count(model)} x {model}" for model in dict.fromkeys(vm.gpus))
-        size = f"{vm.cores} cores, {vm.ram_gb} GB, disk of {vm.disk_gb} GB"
-        lines.append(f"  {vm.name} at {vm.site}: {gpus or 'no GPU'}; {size}; {vm.address}")
-    for network in layout.networks:
-        lines.append(f"  {network.name}, {network.kind}: {', '.join(network.vms)}")
-    return lines

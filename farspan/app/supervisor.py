@@ -120,21 +120,20 @@ class Supervisor:
             closing(self._renewal),
             self._passing_signals(),
             self._copying_checkpoints(),
+            self._explaining_missing_files(),
         ):
             if self._until_done or self._without:
                 self._lost.wait(self._pace)
             while True:
                 try:
-                    with self._explaining_missing_files():
-                        finished = self._train_once(lease, spares)
+                    finished = self._train_once(lease, spares)
                 except Refusal as refusal:
                     # A shutdown reaches workers and this process in any order.
                     if self._asked and refusal.problem.code == "preempted":
                         self._require_not_asked()
                     if self._on_fault == "stop" or self._asked:
                         raise
-                    with self._explaining_missing_files():
-                        self._recover_from_fault(refusal.problem)
+                    self._recover_from_fault(refusal.problem)
                     continue
                 interrupted = finished is not None and finished.reason == "interrupted"
                 if interrupted and self._returning is not None:

@@ -6,6 +6,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
+
+from farspan.domain import catalog
+from farspan.domain.cluster import Device
 
 #: fablib's component of each kind of device (`Constants.COMPONENT_MODELS` of 2.0.9), and its name
 #: in summaries of resources.
@@ -29,6 +33,13 @@ VM_RAM_GB = 32
 #: Hours of a lease: fablib's default, and what the testbed grants at most (two weeks).
 LEASE_HOURS = 24
 MAX_LEASE_HOURS = 336
+
+
+def fabric_device(kind: str) -> Device:
+    """Return a GPU of the testbed, which is free for its users."""
+    device = catalog.load_devices()[kind].device(kind)
+    assert device is not None
+    return replace(device, usd_per_hour=0.0)
 
 
 class VmLayout(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,10 +10,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from farspan.domain import catalog
-from farspan.domain.cluster import Cluster, Device, Host, Link, Site
+from farspan.domain.cluster import Cluster, Host, Link, Site
 from farspan.domain.clusterfile import REMOTE_FOLDER
-from farspan.domain.fabric import GPU_MODELS, SliceRecord, SliceVm
+from farspan.domain.fabric import GPU_MODELS, SliceRecord, SliceVm, fabric_device
 from farspan.domain.problems import Refusal, command
 from farspan.launch.hosts import ALIVE_S, CONNECT_S, MAX_UNANSWERED
 
@@ -97,9 +96,10 @@ def cluster_of_slice(
     sites: dict[str, list[Host]] = {}
     for vm in record.vms:
         memory = None if vm.ram_gb is None else vm.ram_gb * 10**9
+        devices = tuple(fabric_device(KIND_OF_MODEL[model]) for model in vm.gpus)
         host = Host(
             name=vm.name,
-            devices=_devices(vm),
+            devices=devices,
             cpus=vm.cores,
             memory=memory,
             address=addresses[vm.name],
@@ -125,16 +125,6 @@ def _site_name(site: str, taken: set[str]) -> str:
     """Return a site's name in the cluster file: a host may not have the same."""
     name = site.lower()
     return f"{name}-site" if name in taken else name
-
-
-def _devices(vm: SliceVm) -> tuple[Device, ...]:
-    kinds = catalog.load_devices()
-    devices = []
-    for model in vm.gpus:
-        device = kinds[KIND_OF_MODEL[model]].device(KIND_OF_MODEL[model])
-        assert device is not None
-        devices.append(replace(device, usd_per_hour=0.0))
-    return tuple(devices)
 
 
 def find_addresses(record: SliceRecord) -> dict[str, str]:

@@ -108,7 +108,7 @@ class Testbed:
             manager = self.manager()
             taken = bool(self._find_slices(layout["name"]))
             tags = _project_tags(manager) or None
-        # Its constructor asks fablib's manager, of which it wants the class.
+        # Its constructor requires a manager of fablib's class.
         resources = ResourcesV2.__new__(ResourcesV2)
         resources.fablib_manager = _SummaryHolder(self.read_summary())
         resources.update()

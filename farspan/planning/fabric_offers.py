@@ -14,13 +14,17 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
 
 from farspan import techniques
-from farspan.domain import catalog
-from farspan.domain.cluster import Cluster, Device, Host, Link, Site
+from farspan.domain.cluster import Cluster, Host, Link, Site
 from farspan.domain.engine import Engine
-from farspan.domain.fabric import MIN_DISK_GB, SUMMARY_NAMES, VM_CORES, VM_RAM_GB
+from farspan.domain.fabric import (
+    MIN_DISK_GB,
+    SUMMARY_NAMES,
+    VM_CORES,
+    VM_RAM_GB,
+    fabric_device,
+)
 from farspan.domain.model import ModelSpec
 from farspan.domain.train import TrainSpec
 from farspan.planning.candidate import Candidate, Refused
@@ -208,14 +212,7 @@ def group_hosts(
 
 
 def _flops(host: GpuHost) -> float:
-    return host.gpus * max(_device(host.kind).sheet.flops.values())
-
-
-def _device(kind: str) -> Device:
-    device = catalog.load_devices()[kind].device(kind)
-    assert device is not None
-    # The testbed is free for its users.
-    return replace(device, usd_per_hour=0.0)
+    return host.gpus * max(fabric_device(host.kind).sheet.flops.values())
 
 
 def cluster_of_hosts(
@@ -231,7 +228,7 @@ def cluster_of_hosts(
         rate = LOCAL_RATE if host.gpus > 1 else None
         vm = Host(
             name=f"{site}{len(others) + 1}",
-            devices=(_device(host.kind),) * host.gpus,
+            devices=(fabric_device(host.kind),) * host.gpus,
             cpus=min(host.cores, VM_CORES),
             memory=ram_gb * 10**9,
             local_rate=rate,

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import http.server
 import json
-import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,25 +15,8 @@ from urllib.parse import parse_qs, urlparse
 
 from tests.fabric.resources import recorded_summary
 
-#: Installing takes some minutes.
-INSTALL_LIMIT_S = 1200
 FABLIB = "fabrictestbed-extensions==2.0.9"
 ALLOCATE = Path(__file__).with_name("allocate.py")
-
-
-def install_fablib(folder: Path) -> Path | None:
-    """Make an environment with fablib and return its Python; None where it cannot be installed. One
-    that `FARSPAN_TEST_FABLIB` names is used instead."""
-    if given := os.environ.get("FARSPAN_TEST_FABLIB"):
-        return Path(given)
-    python = folder / "bin" / "python"
-    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", FABLIB]
-    try:
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=INSTALL_LIMIT_S)
-        subprocess.run(install, check=True, timeout=INSTALL_LIMIT_S)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return python
 
 
 class Orchestrator:

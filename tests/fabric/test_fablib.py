@@ -22,7 +22,8 @@ from farspan.launch import fabric_setup
 from farspan.launch.clusters import find_cluster, shipped_clusters
 from farspan.launch.fabric_client import PYTHON_VARIABLE, FabricProcess
 from farspan.planning.fabric_layout import lay_out_slice
-from tests.fabric.orchestrator import Orchestrator, install_fablib, orchestrator_server
+from tests.environments import install_apart
+from tests.fabric.orchestrator import FABLIB, Orchestrator, orchestrator_server
 from tests.fabric.resources import LOCATIONS, write_summary
 from tests.fabric.test_refusals import token_file
 from tests.waiting import wait_for
@@ -34,7 +35,7 @@ FABRIC_CLUSTERS = [name for name in shipped_clusters() if name.startswith("fabri
 @pytest.fixture(scope="session")
 def fablib(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An interpreter that has fablib."""
-    python = install_fablib(tmp_path_factory.mktemp("fablib") / "environment")
+    python = install_apart(FABLIB, tmp_path_factory.mktemp("fablib"), "FARSPAN_TEST_FABLIB")
     if python is None:
         pytest.skip("fablib cannot be installed here")
     return python
@@ -144,7 +145,7 @@ def test_commands_on_a_recorded_summary(home: Path):
     assert "slice one, default_ubuntu_22, for 24 hours" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
     done = run_farspan("fabric", "new", "one.yaml", "--resources", summary)
-    assert "this needs the testbed itself" in done.stderr
+    assert "requested of the testbed itself" in done.stderr
     done = run_farspan("fabric", "new", "fabric/bris-star", "--print", "--resources", summary)
     assert done.returncode == 28 and "FABRIC has no room for vm1, vm2 now" in done.stderr
     done = run_farspan("fabric", "import", "x", "--json")

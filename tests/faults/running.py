@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,10 +14,16 @@ import msgspec
 from farspan.domain.struct_files import load, save
 from tests.faults.disturbing import Disturber
 from tests.faults.judging import Ending, Trained, Verdict, judge
-from tests.faults.places import PLACES
-from tests.faults.scenarios import Scenario
+from tests.faults.places import LabPlace, Place, SshPlace
+from tests.faults.scenarios import Launcher, Scenario
+from tests.faults.slurm_place import SlurmPlace
 
 NUM_DOCUMENTS = 40
+PLACES: dict[Launcher, Callable[[Scenario, Path], Place]] = {
+    "local": LabPlace,
+    "ssh": SshPlace,
+    "slurm": SlurmPlace,
+}
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

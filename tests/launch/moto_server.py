@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.waiting import wait_for
 
-#: Installing takes a minute.
-INSTALL_LIMIT_S = 600
 MOTO = "moto[server]==5.2.5"
-
-
-def install_moto(folder: Path) -> Path | None:
-    """Make an environment with moto and return its Python; None where it cannot be installed. One
-    that `FARSPAN_TEST_MOTO` names is used instead."""
-    if given := os.environ.get("FARSPAN_TEST_MOTO"):
-        return Path(given)
-    python = folder / "bin" / "python"
-    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", MOTO]
-    try:
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=INSTALL_LIMIT_S)
-        subprocess.run(install, check=True, timeout=INSTALL_LIMIT_S)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return python
 
 
 @contextmanager

@@ -20,7 +20,8 @@ from farspan.launch.copies import CopyError, CopyPlace, open_places, place_kind
 from farspan.launch.copies.s3 import PART_BYTES
 from farspan.launch.copies.site import hosts_for_copies
 from farspan.launch.transfer_pacing import PACED_BYTES, PacedReader, Pacer, automatic_rate
-from tests.launch.moto_server import install_moto, moto_server
+from tests.environments import install_apart
+from tests.launch.moto_server import MOTO, moto_server
 
 CPU = Device(kind="cpu-avx2", backend="cpu", memory=2**30)
 MOST = 1000
@@ -43,7 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if importlib.util.find_spec("obstore") is None:
         pytest.skip("obstore is not installed: pip install 'farspan[s3]'")
     folder = tmp_path_factory.mktemp("moto")
-    python = install_moto(folder / "environment")
+    python = install_apart(MOTO, folder / "environment", "FARSPAN_TEST_MOTO")
     if python is None:
         pytest.skip("moto cannot be installed here")
     with moto_server(python, folder / "log") as address:

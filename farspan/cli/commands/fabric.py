@@ -14,10 +14,10 @@ from farspan.cli.console import Console
 from farspan.cli.plan_flags import plan_query, takes_question
 from farspan.domain.fabric import LEASE_HOURS
 from farspan.domain.problems import Refusal, command
-from farspan.domain.units import format_seconds
+from farspan.domain.units import counted, format_seconds
 
 if TYPE_CHECKING:
-    from farspan.app.fabric import ImportedSlice, Offers
+    from farspan.app.fabric import ImportedSlice, Offers, PlannedSlice
 
 HELP = "slices of the FABRIC testbed: offers, new, import, extend, delete"
 #: Offers that are shown; `--json` has all.
@@ -135,9 +135,17 @@ def run_new(given: argparse.Namespace, console: Console) -> None:
     from farspan.cli.show_updates import Show
     from farspan.launch.fabric_client import FabricProcess
 
+    if given.resources is not None and not given.only_print:
+        raise Refusal(
+            "usage",
+            what="a slice is requested of the testbed itself",
+            where="--resources",
+            fact="a recorded summary may be out of date: it serves to look, with --print",
+            remedy=command("fabric", "new", given.cluster),
+        )
     with FabricProcess(given.resources) as process, Show(console) as show:
         planned = fabric.plan_slice(process, given.cluster, given.name, given.hours)
-        for line in fabric.describe_layout(planned):
+        for line in _describe_layout(planned):
             console.write_line(line)
         if given.only_print:
             console.answer({"layout": planned.layout})
@@ -145,6 +153,19 @@ def run_new(given: argparse.Namespace, console: Console) -> None:
         path = given.out or Path(f"{planned.layout.name}-slice.yaml")
         made = fabric.make_slice(process, planned, path, show, keep=given.keep)
     _finish(made, console)
+
+
+def _describe_layout(planned: PlannedSlice) -> list[str]:
+    """Describe the VMs and networks that would be requested, a line each."""
+    layout = planned.layout
+    lines = [f"slice {layout.name}, {layout.image}, for {counted(planned.hours, 'hour')}"]
+    for vm in layout.vms:
+        gpus = " + ".join(f"{vm.gpus.count(model)} x {model}" for model in dict.fromkeys(vm.gpus))
+        size = f"{vm.cores} cores, {vm.ram_gb} GB, disk of {vm.disk_gb} GB"
+        lines.append(f"  {vm.name} at {vm.site}: {gpus or 'no GPU'}; {size}; {vm.address}")
+    for network in layout.networks:
+        lines.append(f"  {network.name}, {network.kind}: {', '.join(network.vms)}")
+    return lines
 
 
 def run_import(given: argparse.Namespace, console: Console) -> None:

@@ -68,7 +68,7 @@ class WholeState:
                 self._changed.record()
 
     def hold(self) -> AbstractContextManager[object]:
-        """Keep `freeze` waiting meanwhile."""
+        """Return a context during which `freeze` waits."""
         return self._lock
 
     def freeze(self) -> TrainerState | None:

@@ -506,7 +506,7 @@ class Trainer:
         """Measure the loss, and keep the weights if it is the best so far."""
         self._take_last_results()
         step = self.state.step
-        # The average of the weights takes their place meanwhile.
+        # A validation swaps the averaged weights in.
         swaps = bool(self.worker.executor.state.average)
         changed = self._whole.change() if swaps else nullcontext()
         with changed, self.worker.executor.evaluation_weights():
