@@ -64,7 +64,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     preset: str | None = None
     path: str | None = None
-    family: Literal["gpt2", "llama", "opt"] | None = None
+    #: The name of a file in `models/`.
+    family: str | None = None
     params: Quantity | None = None
     context: Positive | None = None
     layers: Positive | None = None

@@ -8,11 +8,33 @@ from typing import Literal
 import msgspec
 
 
+class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How Llama 3.1 stretches rotary positions beyond the context that it was trained at: low
+    frequencies are divided by `factor`, high ones stay, and those between are blended."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor {self.low_freq_factor} must be above 0 and below "
+                f"high_freq_factor {self.high_freq_factor}"
+            )
+        if self.factor < 1:
+            raise ValueError(f"factor must be at least 1, got {self.factor}")
+        if self.original_context < 1:
+            raise ValueError(f"original_context must be at least 1, got {self.original_context}")
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A decoder-only transformer. Families differ only in these knobs; one module builds them
     all."""
 
-    family: Literal["gpt2", "llama", "opt"]
+    #: The name of a file in `models/`.
+    family: str
     layers: int
     d_model: int
     heads: int
@@ -21,7 +43,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     vocab_size: int
     context: int
     norm: Literal["layernorm", "rmsnorm"]
-    activation: Literal["gelu_tanh", "relu", "swiglu"]
+    activation: Literal["gelu", "gelu_tanh", "relu", "swiglu"]
     positions: Literal["learned", "rope"]
     bias: bool
     tied: bool
@@ -29,28 +51,52 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     rope_theta: float = 10_000.0
     #: Rows of the position table beyond `context` (OPT keeps 2 for padding).
     extra_positions: int = 0
+    #: Size of a head, where it is not d_model / heads.
+    head_size: int | None = None
+    #: q, k and v have biases where the other matrices have none.
+    qkv_bias: bool = False
+    #: Each head of q and k goes through RMSNorm before positions.
+    qk_norm: bool = False
+    #: Dims of each head that rotate, where not all do.
+    rotary_dims: int | None = None
+    rope_scaling: RopeScaling | None = None
+    #: Attention and MLP read the same residual stream, and both are added to it.
+    parallel_residual: bool = False
 
     def __post_init__(self) -> None:
         for name in ("layers", "d_model", "heads", "kv_heads", "d_ff", "vocab_size", "context"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.d_model % self.heads:
+        if self.head_size is not None and self.head_size < 1:
+            raise ValueError(f"head_size must be at least 1, got {self.head_size}")
+        if self.head_size is None and self.d_model % self.heads:
             raise ValueError(f"d_model {self.d_model} is not a multiple of heads {self.heads}")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
-        if self.positions == "rope" and self.head_dim % 2:
-            raise ValueError(f"rotary positions need an even head size, got {self.head_dim}")
+        if self.positions == "rope" and self.turned_dims % 2:
+            raise ValueError(f"rotary positions need an even head size, got {self.turned_dims}")
+        if not 0 < self.turned_dims <= self.head_dim:
+            raise ValueError(
+                f"rotary_dims must be between 1 and the head size {self.head_dim}, got "
+                f"{self.turned_dims}"
+            )
 
     @property
     def head_dim(self) -> int:
-        return self.d_model // self.heads
+        return self.d_model // self.heads if self.head_size is None else self.head_size
+
+    @property
+    def turned_dims(self) -> int:
+        """Dims of each head that rotary positions turn."""
+        return self.head_dim if self.rotary_dims is None else self.rotary_dims
 
 
 def matmul_parameters(spec: ModelSpec) -> int:
     """Weights that multiply every token: attention, MLP and the head (tied or not), without
     biases."""
     kv = spec.kv_heads * spec.head_dim
-    attention = spec.d_model * (2 * spec.d_model + 2 * kv)
+    queries = spec.heads * spec.head_dim
+    attention = spec.d_model * (2 * queries + 2 * kv)
     matrices = 3 if spec.activation == "swiglu" else 2
     mlp = matrices * spec.d_model * spec.d_ff
     return spec.layers * (attention + mlp) + spec.vocab_size * spec.d_model
@@ -61,23 +107,26 @@ def count_parameters(spec: ModelSpec) -> int:
     kv = spec.kv_heads * spec.head_dim
     norm = spec.d_model * (2 if spec.norm == "layernorm" else 1)
     biases = 0
+    if spec.bias or spec.qkv_bias:
+        biases = spec.heads * spec.head_dim + 2 * kv
     if spec.bias:
         mlp_inputs = 2 if spec.activation == "swiglu" else 1
-        biases = 3 * spec.d_model + 2 * kv + mlp_inputs * spec.d_ff
+        biases += 2 * spec.d_model + mlp_inputs * spec.d_ff
+    head_norms = 2 * spec.head_dim if spec.qk_norm else 0
     positions = 0
     if spec.positions == "learned":
         positions = (spec.context + spec.extra_positions) * spec.d_model
     untied = 0 if spec.tied else spec.vocab_size * spec.d_model
-    outside_matmuls = spec.layers * (2 * norm + biases) + norm + positions + untied
+    outside_matmuls = spec.layers * (2 * norm + head_norms + biases) + norm + positions + untied
     return matmul_parameters(spec) + outside_matmuls
 
 
 def train_flops_per_token(spec: ModelSpec, seq_len: int) -> float:
-    """Model FLOPs of forward and backward, a token: `6 N + 12 L d T` (PaLM, arXiv 2204.02311,
+    """Model FLOPs of forward and backward, a token: `6 N + 12 L H E T` (PaLM, arXiv 2204.02311,
     appendix B).
 
     N counts the matrix-multiplied weights including the head. Attention is counted whole, not
     halved for the causal mask; recomputation is not counted. Both are the convention of MFU.
     """
-    attention = 12.0 * spec.layers * spec.d_model * seq_len
+    attention = 12.0 * spec.layers * spec.heads * spec.head_dim * seq_len
     return 6.0 * matmul_parameters(spec) + attention

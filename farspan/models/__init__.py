@@ -41,14 +41,24 @@ MAX_SIZES = {
     "d_ff": 1 << 22,
     "vocab_size": 1_000_000,
     "context": 1 << 24,
+    "head_size": 1 << 16,
+    "rotary_dims": 1 << 16,
 }
+#: Sizes that not every model states.
+OPTIONAL_SIZES = frozenset({"head_size", "rotary_dims"})
 
 
 class Family(Protocol):
     """What a family file holds."""
 
+    #: As people write the name.
+    TITLE: str
     ARCHITECTURES: tuple[str, ...]
+    #: The class of transformers that loads an exported tokenizer.
+    TOKENIZER_CLASS: str
     PREFIX: str
+    #: The module of an untied head.
+    HEAD: str
     BUFFERS: tuple[str, ...]
     PRESETS: tuple[Preset, ...]
 
@@ -145,6 +155,8 @@ def _check_sizes(spec: ModelSpec) -> None:
     """Raise ValueError for a size that no model has: it would be built before it is missed."""
     for name, most in MAX_SIZES.items():
         size = getattr(spec, name)
+        if size is None and name in OPTIONAL_SIZES:
+            continue
         if not isinstance(size, int) or isinstance(size, bool):
             raise ValueError(f"{name} is {str(size)[:100]}, not a whole number")
         if size > most:
@@ -153,7 +165,7 @@ def _check_sizes(spec: ModelSpec) -> None:
         value = getattr(spec, name)
         if not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ValueError(f"{name} is {str(value)[:100]}, not a number above 0")
-    for name in ("bias", "tied"):
+    for name in ("bias", "tied", "parallel_residual"):
         value = getattr(spec, name)
         if not isinstance(value, bool):
             raise ValueError(f"{name} is {str(value)[:100]}, neither true nor false")

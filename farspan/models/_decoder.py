@@ -57,30 +57,40 @@ def _block(spec: ModelSpec) -> tuple[Operator, ...]:
     # new ones of them.
     attended = ("bsnc", "bsnr", "bsne") if spec.positions == "rope" else ("bsnc",)
     # What ReLU keeps is its output, which the next matrix keeps anyway.
-    kept = {"swiglu": ("bsfw", "bsf"), "gelu_tanh": ("bsfw",), "relu": ()}[spec.activation]
+    kept = {
+        "swiglu": ("bsfw", "bsf"),
+        "gelu": ("bsfw",),
+        "gelu_tanh": ("bsfw",),
+        "relu": (),
+    }[spec.activation]
     attention = Operator(
         name="attn", kind="attention", einsum="bsnc->bsnr", keeps=attended, divisible="n"
     )
     activation = Operator(
         name="mlp.act", kind="pointwise", einsum="bsfw->bsf", divisible="f", keeps=kept
     )
-    block = (
+    # Each part after its norm.
+    head_norms = (_head_norm(),) if spec.qk_norm else ()
+    attend = (
         _norm(spec, "attn_norm"),
         _linear(spec, "attn.qkv", "bsd,ncd->bsnc", bias="nc", divisible="n"),
+        *head_norms,
         attention,
         _linear(spec, "attn.out", "bsnr,dnr->bsd", bias="d", divisible="n"),
-        _norm(spec, "mlp_norm"),
+    )
+    transform = (
+        _norm(spec, "mlp_norm", is_input_kept=spec.parallel_residual),
         _linear(spec, "mlp.up", "bsd,wfd->bsfw", bias="wf", divisible="f"),
         activation,
         _linear(spec, "mlp.down", "bsf,df->bsd", bias="d", divisible="f"),
     )
-    return block
+    return attend + transform
 
 
 def _linear(spec: ModelSpec, name: str, einsum: str, *, bias: str, divisible: str) -> Operator:
     inputs, weight = einsum.split("->")[0].split(",")
     weights = [Weight(name=f"{name}.weight", dims=weight)]
-    if spec.bias:
+    if spec.bias or (spec.qkv_bias and name == "attn.qkv"):
         weights.append(Weight(name=f"{name}.bias", dims=bias))
     return Operator(
         name=name,
@@ -92,9 +102,26 @@ def _linear(spec: ModelSpec, name: str, einsum: str, *, bias: str, divisible: st
     )
 
 
-def _norm(spec: ModelSpec, name: str) -> Operator:
+def _head_norm() -> Operator:
+    """RMSNorm over each head of q and k, which are put together with v again. It keeps these, and
+    what its gains multiply."""
+    return Operator(
+        name="attn.head_norm",
+        kind="pointwise",
+        einsum="bsnc->bsnc",
+        keeps=("bsnr", "bsne", "bsnr", "bsne"),
+        divisible="n",
+        weights=(
+            Weight(name="attn.q_norm.weight", dims="e"),
+            Weight(name="attn.k_norm.weight", dims="e"),
+        ),
+        upcasts=True,
+    )
+
+
+def _norm(spec: ModelSpec, name: str, *, is_input_kept: bool = False) -> Operator:
     """RMSNorm keeps its input and what its gain multiplies; LayerNorm's kernel keeps its input
-    alone."""
+    alone. `is_input_kept`: another norm keeps the input anyway."""
     layernorm = spec.norm == "layernorm"
     parts = ["weight", "bias"] if layernorm else ["weight"]
     weights = [Weight(name=f"{name}.{part}", dims="d") for part in parts]
@@ -102,7 +129,7 @@ def _norm(spec: ModelSpec, name: str) -> Operator:
         name=name,
         kind="pointwise",
         einsum="bsd,d->bsd",
-        keeps=("bsd",) if layernorm else ("bsd", "bsd"),
+        keeps=("bsd",) * (2 - layernorm - is_input_kept),
         weights=tuple(weights),
         upcasts=not layernorm,
     )

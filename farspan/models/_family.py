@@ -12,6 +12,8 @@ from farspan.domain.model import ModelSpec
 from farspan.domain.problems import Refusal
 
 Config = dict[str, Any]
+#: Parts of a block with a gain for each dim of a head.
+HEAD_NORM_PARTS = frozenset({"attn.q_norm", "attn.k_norm"})
 
 
 class Preset(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,12 +33,14 @@ class TensorMap(msgspec.Struct, frozen=True, kw_only=True):
 
     `ours` is the concatenation along dim 0 of `theirs`, whose row counts are `rows`; with
     `transpose` theirs are stored as (in, out), as GPT-2's Conv1D does, and are turned first.
+    `heads`: theirs has the rows of q, k and v head by head, for this number of heads.
     """
 
     ours: str
     theirs: tuple[str, ...]
     rows: tuple[int, ...]
     transpose: bool = False
+    heads: int | None = None
 
 
 def map_linear(
@@ -46,13 +50,17 @@ def map_linear(
     rows: tuple[int, ...],
     *,
     transpose: bool = False,
+    heads: int | None = None,
 ) -> list[TensorMap]:
-    """Map one linear layer: its weight, and its bias where the model has biases."""
+    """Map one linear layer: its weight, and its bias where the model has one there."""
     weights = tuple(f"{module}.weight" for module in theirs)
-    maps = [TensorMap(ours=f"{ours}.weight", theirs=weights, rows=rows, transpose=transpose)]
-    if spec.bias:
+    matrix = TensorMap(
+        ours=f"{ours}.weight", theirs=weights, rows=rows, transpose=transpose, heads=heads
+    )
+    maps = [matrix]
+    if spec.bias or (spec.qkv_bias and ours.endswith("attn.qkv")):
         biases = tuple(f"{module}.bias" for module in theirs)
-        maps.append(TensorMap(ours=f"{ours}.bias", theirs=biases, rows=rows))
+        maps.append(TensorMap(ours=f"{ours}.bias", theirs=biases, rows=rows, heads=heads))
     return maps
 
 
@@ -78,16 +86,19 @@ def decoder_tensors(
     modules: Mapping[str, tuple[str, ...]],
     final_norm: str,
     *,
+    head: str,
     transpose: bool = False,
+    by_head: bool = False,
 ) -> tuple[TensorMap, ...]:
     """Map every parameter of a decoder.
 
     `layers` is the Hugging Face list of blocks, and `modules` names the modules in each block that
-    hold one of ours. Matrices of several modules are concatenated.
+    hold one of ours. Matrices of several modules are concatenated. `by_head`: the rows of q, k and
+    v are stored head by head.
     """
     d = spec.d_model
     kv = spec.kv_heads * spec.head_dim
-    qkv_rows: tuple[int, ...] = (d, kv, kv)
+    qkv_rows: tuple[int, ...] = (spec.heads * spec.head_dim, kv, kv)
     if len(modules["attn.qkv"]) == 1:  # GPT-2 stores them as one matrix.
         qkv_rows = (sum(qkv_rows),)
     matrix_rows = {"attn.qkv": qkv_rows, "attn.out": (d,), "mlp.down": (d,)}
@@ -98,12 +109,16 @@ def decoder_tensors(
             ours = f"blocks.{i}.{part}"
             theirs = tuple(f"{layers}.{i}.{module}" for module in parts_theirs)
             if part in matrix_rows:
-                maps += map_linear(spec, ours, theirs, matrix_rows[part], transpose=transpose)
+                heads = spec.heads if by_head and part == "attn.qkv" else None
+                rows = matrix_rows[part]
+                maps += map_linear(spec, ours, theirs, rows, transpose=transpose, heads=heads)
+            elif part in HEAD_NORM_PARTS:
+                maps.append(map_weight(ours, theirs[0], spec.head_dim))
             else:
                 maps += map_norm(spec, ours, *theirs)
     maps += map_norm(spec, "norm", final_norm)
     if not spec.tied:
-        maps.append(map_weight("head", "lm_head", spec.vocab_size))
+        maps.append(map_weight("head", head, spec.vocab_size))
     return tuple(maps)
 
 

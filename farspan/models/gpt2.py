@@ -17,9 +17,12 @@ from farspan.models._family import (
     require_value,
 )
 
+TITLE = "GPT-2"
 ARCHITECTURES = ("GPT2LMHeadModel",)
+TOKENIZER_CLASS = "AutoTokenizer"
 #: Set before every tensor name but the head's; files saved from the bare model lack it.
 PREFIX = "transformer."
+HEAD = "lm_head"
 #: Buffers that old files carry: the causal mask.
 BUFFERS = (".attn.bias", ".attn.masked_bias")
 #: The modules of a Hugging Face block that hold ours.
@@ -168,5 +171,11 @@ def tensors(spec: ModelSpec) -> tuple[TensorMap, ...]:
     positions = map_weight("pos", "transformer.wpe", spec.context)
     embeddings = (tokens, positions)
     return decoder_tensors(
-        spec, embeddings, "transformer.h", MODULES, "transformer.ln_f", transpose=True
+        spec,
+        embeddings,
+        "transformer.h",
+        MODULES,
+        "transformer.ln_f",
+        head=HEAD,
+        transpose=True,
     )

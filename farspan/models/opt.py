@@ -15,9 +15,12 @@ from farspan.models._family import (
     require_value,
 )
 
+TITLE = "OPT"
 ARCHITECTURES = ("OPTForCausalLM",)
+TOKENIZER_CLASS = "AutoTokenizer"
 #: Set before every tensor name but the head's; files saved from the bare model lack it.
 PREFIX = "model."
+HEAD = "lm_head"
 BUFFERS: tuple[str, ...] = ()
 #: The modules of a Hugging Face block that hold ours.
 MODULES = {
@@ -158,5 +161,10 @@ def tensors(spec: ModelSpec) -> tuple[TensorMap, ...]:
     rows = spec.context + spec.extra_positions
     embeddings = (tokens, map_weight("pos", "model.decoder.embed_positions", rows))
     return decoder_tensors(
-        spec, embeddings, "model.decoder.layers", MODULES, "model.decoder.final_layer_norm"
+        spec,
+        embeddings,
+        "model.decoder.layers",
+        MODULES,
+        "model.decoder.final_layer_norm",
+        head=HEAD,
     )

@@ -43,6 +43,9 @@ SHORTEST_CONTEXT = 32
 #: documents are kept on average alone.
 ENOUGH_HELD_OUT = 4
 
+#: What no key of run.yaml changes of a preset, and no other knob decides.
+PRESET_KNOBS = ("norm_eps", "rope_theta", "rope_scaling", "head_size")
+
 
 class ChosenModel(msgspec.Struct, frozen=True, kw_only=True):
     """The model, the tokens of a training sequence, and where each value came from."""
@@ -108,7 +111,12 @@ def _from_preset(config: RunConfig, corpus: CorpusManifest) -> ChosenModel:
     shape = {key: getattr(base, key) for key in KNOBS} | knobs
     context = config.model.context or base.context
     build = models.family(base.family).shape
-    spec = _build_model(build, vocab_size=corpus.vocab_size, context=context, **shape)
+
+    def rebuild(**sizes: Any) -> ModelSpec:
+        return msgspec.structs.replace(build(**sizes), **kept)
+
+    kept = {key: getattr(base, key) for key in PRESET_KNOBS}
+    spec = _build_model(rebuild, vocab_size=corpus.vocab_size, context=context, **shape)
     preset_origin = f"run.yaml: preset {preset.name}"
     origin = {
         "model": preset_origin,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
+from farspan import models
 from farspan._version import __version__
 from farspan.domain.model import count_parameters
 from farspan.domain.units import counted, format_count
@@ -33,10 +34,10 @@ farspan {version} pretrained it on somebody's own text. {kind}
 """  # noqa: E501
 _KIND = "It is a base model: it goes on with text, and follows no\ninstructions."
 _USE = """```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, {tokenizer}
 
 model = AutoModelForCausalLM.from_pretrained(FOLDER)
-tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+tokenizer = {tokenizer}.from_pretrained(FOLDER)
 ids = tokenizer("A prompt", return_tensors="pt")
 print(tokenizer.decode(model.generate(**ids, max_new_tokens=50)[0]))
 ```
@@ -75,7 +76,8 @@ def model_card(run: RunHistory, step: int) -> str:
     """Write the card of a run's model after a step. It names only the text's folder: paths are
     private."""
     card = _fill_head(run, step, library="transformers", task="text-generation", kind=_KIND)
-    return card + _USE
+    loader = models.family(run.plan.model.family).TOKENIZER_CLASS
+    return card + _USE.format(tokenizer=loader)
 
 
 def embedder_card(run: RunHistory, step: int, dim: int) -> str:
@@ -113,7 +115,7 @@ def _fill_head(
         loss = losses.exact(measured.val_loss, measured.val_standard_error)
         facts["validation loss"] = f"{loss} nats a token, {measured.bits_per_byte:.3f} bits a byte"
     rows = [f"| {name} | {fact} |" for name, fact in (facts | more).items()]
-    family = "Llama" if model.family == "llama" else "GPT-2"
+    family = models.family(model.family).TITLE
     name = run.folder.resolve().name
     return _HEAD.format(
         library=library,

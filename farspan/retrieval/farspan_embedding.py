@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from sentence_transformers.base.modules import InputModule
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from .names import query_form, spread
 
@@ -155,7 +155,11 @@ class FarspanEmbedding(InputModule):
 
         Raises FileNotFoundError where fitted.safetensors is missing.
         """
-        hub = {"token": token, "revision": revision, "local_files_only": local_files_only}
+        hub: dict[str, Any] = {
+            "token": token,
+            "revision": revision,
+            "local_files_only": local_files_only,
+        }
         where = {**hub, "subfolder": subfolder, "cache_folder": cache_folder}
         fitted = cls.load_file_path(model_name_or_path, filename=_FITTED, **where)
         if fitted is None:
@@ -163,7 +167,7 @@ class FarspanEmbedding(InputModule):
         hub |= {"subfolder": subfolder, "cache_dir": cache_folder}
         options = {"use_safetensors": True, **hub, **(model_kwargs or {})}
         model = AutoModelForCausalLM.from_pretrained(model_name_or_path, **options)
-        tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, **hub)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(model_name_or_path, **hub)
         return cls(model, tokenizer, load_file(fitted))
 
     def __repr__(self) -> str:

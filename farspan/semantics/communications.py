@@ -24,6 +24,7 @@ from farspan.semantics.tensor_sharding import (
     between,
     returns_to_residual,
     strategy,
+    sums_gradient,
 )
 
 Purpose = Literal[
@@ -256,14 +257,14 @@ def matrix_parts(stage: Stage, shared: float) -> tuple[Communication, ...]:
 
 
 def _partial_weights(graph: OpGraph, stage: Stage) -> Communication | None:
-    """Return sums over the tensor axis of the gradients of operators that divide the batch over
-    it."""
+    """Return sums over the tensor axis of the gradients of weights that each rank knows a summand
+    of."""
     size = sum(
         count * graph.size(weight.dims) * stage.grad_sync.bits / 8
         for unit, count in graph.kinds(*stage.units)
         for op in unit
         for weight in op.weights
-        if stage.splits.get(op.name) == "b"
+        if sums_gradient(op, weight.dims, stage.splits.get(op.name, ""))
     )
     groups = stage.mesh.batch
     if not size or len(groups[0]) == 1:

@@ -83,6 +83,12 @@ def weight_share(op: Operator, dims: str, split: str, ways: int) -> float:
     return 1 / ways if split and split in dims else 1.0
 
 
+def sums_gradient(op: Operator, dims: str, split: str) -> bool:
+    """Return whether each device knows a summand of the gradient of a weight of these dims: where
+    its rows are divided, or its output over a dim that the weight lacks."""
+    return split == "b" or (split != "" and split in op.output and split not in dims)
+
+
 def work_share(split: str, ways: int) -> float:
     """Share of an operator's arithmetic that each device does."""
     return 1 / ways if split else 1.0

@@ -28,7 +28,12 @@ FAMILIES = {
     "llama": ("llama", {}),
     "llama-grouped": ("llama", {"heads": 4, "kv_heads": 2, "d_ff": 130, "tied": False}),
     "opt": ("opt", {}),
+    "qwen2": ("qwen2", {"heads": 4, "kv_heads": 2}),
+    "qwen3": ("qwen3", {"heads": 4, "kv_heads": 2, "head_size": 24}),
+    "gpt_neox": ("gpt_neox", {}),
 }
+#: Families whose key and value heads may be fewer.
+GROUPED = ("llama", "qwen2", "qwen3")
 #: By the textbook, through whole scores as on CPUs, and by flash attention, of which one length
 #: suffices to be long.
 ATTENTION = {"textbook": ("vanilla", 128), "scores": ("sdpa", 128), "flash": ("sdpa", 1040)}
@@ -37,7 +42,7 @@ CASES = [
     for family in FAMILIES
     for attention in ATTENTION
     for recompute in (False, True)
-    if attention != "flash" or family in ("gpt2", "llama", "llama-grouped")
+    if attention != "flash" or family in ("gpt2", "llama", "llama-grouped", "qwen3")
 ]
 
 
@@ -118,7 +123,7 @@ def test_any_shape_has_the_parameters_of_the_module(
     family, layers, groups, each, half, d_ff, vocab_size, context, tied
 ):
     heads = groups * each
-    kv_heads = groups if family == "llama" else heads
+    kv_heads = groups if family in GROUPED else heads
     agrees(
         models.family(family).shape(
             d_model=heads * 2 * half,

@@ -27,6 +27,19 @@ PUBLISHED = {
     "opt-6.7b": 6_658_473_984,
     "mistral-7b": 7_241_732_096,
     "gpt3-13b": 12_853_473_280,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
+    "llama-3.2-1b": 1_235_814_400,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "pythia-70m": 70_426_624,
+    "pythia-160m": 162_322_944,
+    "pythia-410m": 405_334_016,
+    "pythia-1b": 1_011_781_632,
 }
 
 
@@ -158,4 +171,4 @@ def test_listing_families_imports_none_and_presets_need_no_torch():
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    assert done.stdout.split() == ["gpt2", "llama", "opt"]
+    assert done.stdout.split() == ["gpt2", "gpt_neox", "llama", "opt", "qwen2", "qwen3"]

@@ -76,7 +76,7 @@ def refused(config, **where):
 
 
 @given(
-    st.sampled_from(["gpt2", "llama", "opt"]),
+    st.sampled_from(models.families()),
     st.integers(1_000_000, 2_000_000_000),
     st.sampled_from([300, 8192, 32000]),
     st.booleans(),

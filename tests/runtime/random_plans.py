@@ -24,6 +24,16 @@ MODELS = (
     replace(GPT2, tied=False, layers=3),
     replace(LLAMA, bias=True, layers=1),
     replace(GPT2, family="opt", activation="relu", extra_positions=2),
+    replace(LLAMA, family="qwen2", qkv_bias=True),
+    replace(LLAMA, family="qwen3", qk_norm=True, head_size=6),
+    replace(
+        GPT2,
+        family="gpt_neox",
+        activation="gelu",
+        positions="rope",
+        rotary_dims=2,
+        parallel_residual=True,
+    ),
 )
 
 

@@ -35,6 +35,12 @@ SHAPES = {
     ),
     "llama-mqa": ("llama", {"d_model": 32, "layers": 1, "heads": 4, "kv_heads": 1}),
     "opt": ("opt", {"d_model": 48, "layers": 2, "heads": 3}),
+    "qwen2": ("qwen2", {"d_model": 48, "layers": 2, "heads": 4, "kv_heads": 2}),
+    "qwen3": (
+        "qwen3",
+        {"d_model": 48, "layers": 2, "heads": 4, "kv_heads": 2, "head_size": 20, "tied": False},
+    ),
+    "gpt_neox": ("gpt_neox", {"d_model": 48, "layers": 2, "heads": 2}),
 }
 
 
@@ -142,9 +148,100 @@ def test_a_mistral_folder_is_read(tmp_path):
     assert (theirs(tokens_BS).logits - ours(tokens_BS)).abs().max() < 1e-4
 
 
+#: Knobs of published models, in small: three of each family.
+REAL_KNOBS = {
+    "LlamaConfig": (
+        {  # Llama 3.2
+            "head_dim": 24,
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500_000.0,
+                "factor": 32.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 48,
+            },
+        },
+        {  # Llama 3.1
+            "num_key_value_heads": 1,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500_000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+        {  # SmolLM2
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
+        },
+    ),
+    "Qwen2Config": (
+        {"tie_word_embeddings": True},
+        {"num_key_value_heads": 4, "rms_norm_eps": 1e-5},
+        {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "Qwen3Config": (
+        {"head_dim": 32, "tie_word_embeddings": True},
+        {"head_dim": 16, "num_key_value_heads": 4},
+        {"head_dim": 10, "num_key_value_heads": 1, "rope_parameters": {"rope_theta": 5e6}},
+    ),
+    "GPTNeoXConfig": (
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+        {"use_parallel_residual": False, "hidden_act": "gelu_new"},
+        {"rope_parameters": {"rope_theta": 5e3, "partial_rotary_factor": 1.0}},
+    ),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("kind", "number"), [(kind, number) for kind in REAL_KNOBS for number in range(3)]
+)
+def test_published_knobs_give_the_same_logits_and_come_back_bit_by_bit(
+    kind, number, tmp_path, tokenizer
+):
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 100,
+        "vocab_size": 331,
+        "max_position_embeddings": 96,
+    }
+    config = getattr(transformers, kind)(**sizes | REAL_KNOBS[kind][number])
+    torch.manual_seed(number)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    for parameter in theirs.eval().parameters():
+        parameter.add_(0.1 * torch.randn(parameter.shape))
+    theirs.save_pretrained(tmp_path / "theirs")
+    spec, state = huggingface.read_model(tmp_path / "theirs")
+    ours = Decoder(spec).eval()
+    ours.load_state_dict(state, strict=True)
+    tokens_BS = random_tokens(spec)
+    logits = theirs(tokens_BS).logits
+    assert (logits - ours(tokens_BS)).abs().max() <= 1e-5 * logits.abs().max()
+    # What is exported has the same tensors, and reads as the same model.
+    export(tmp_path / "ours", ours, tokenizer)
+    assert huggingface.read_model(tmp_path / "ours")[0] == spec
+    before = load_file(tmp_path / "theirs" / huggingface.WEIGHTS_FILE)
+    after = load_file(tmp_path / "ours" / huggingface.WEIGHTS_FILE)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", attn_implementation="eager"
+    )
+    assert torch.equal(again(tokens_BS).logits, logits)
+
+
 @few(20)
 @given(
-    st.sampled_from(["gpt2", "llama", "opt"]),
+    st.sampled_from(models.families()),
     st.integers(1, 3),
     st.sampled_from([1, 2, 3]),
     st.sampled_from([1, 2]),
@@ -172,7 +269,7 @@ def test_a_round_trip_keeps_every_bit(
         d_model=2 * half_head * heads,
         layers=layers,
         heads=heads,
-        kv_heads=kv_heads if family == "llama" else heads,
+        kv_heads=kv_heads if family in ("llama", "qwen2", "qwen3") else heads,
         d_ff=d_ff,
         vocab_size=vocab_size,
         context=5,
@@ -234,7 +331,8 @@ def test_transformers_writes_what_generate_writes(name, tmp_path, tokenizer):
     model = decoder(build(name, context=64))
     folder = export(tmp_path / "hf", model, tokenizer)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    words = transformers.AutoTokenizer.from_pretrained(folder)
+    loader = models.family(model.spec.family).TOKENIZER_CLASS
+    words = getattr(transformers, loader).from_pretrained(folder)
     ours = tokenizers.load_tokenizer(tokenizer)
     for prompt in PROMPTS:
         asked = words(prompt, return_tensors="pt")
@@ -327,11 +425,15 @@ def refusal(folder):
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0}}),
         ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}),
         ("llama", {"attention_bias": True}),
         ("llama", {"hidden_act": "gelu"}),
-        ("llama", {"head_dim": 64}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8}),
+        ("qwen3", {"attention_bias": True}),
+        ("gpt_neox", {"hidden_act": "silu"}),
+        ("gpt_neox", {"attention_bias": False}),
+        ("gpt_neox", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
         (
             "llama",
             {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8},

@@ -59,12 +59,22 @@ def spec(family: str, ways: int) -> ModelSpec:
         "d_ff": 3 * ways,
         "vocab_size": 7 * ways,
     }
-    grouped = {"kv_heads": ways} if name == "llama" else {}
+    grouped = {"kv_heads": ways} if name in ("llama", "qwen2", "qwen3") else {}
     made = models.family(name).shape(**size, **grouped, context=8, tied="untied" not in knobs)
     return replace(made, bias=True) if "bias" in knobs else made
 
 
-FAMILIES = ("gpt2", "gpt2-untied", "llama", "llama-untied", "llama-untied-bias", "opt")
+FAMILIES = (
+    "gpt2",
+    "gpt2-untied",
+    "llama",
+    "llama-untied",
+    "llama-untied-bias",
+    "opt",
+    "qwen2",
+    "qwen3",
+    "gpt_neox",
+)
 
 
 class Case(NamedTuple):
@@ -120,6 +130,13 @@ def by_hand() -> list[Case]:
         Case("gpt2", 2, ROWS | MEGATRON | VOCABULARY),
         Case("opt", 2, MEGATRON | VOCABULARY, recompute=True, cuts=(1, 2, 3)),
         Case("llama", 3, MEGATRON | VOCABULARY),
+        Case("qwen2", 2, MEGATRON | VOCABULARY),
+        Case("qwen3", 2, MEGATRON | VOCABULARY),
+        Case("qwen3", 2, MEGATRON | {"attn.head_norm": "n"}, cuts=(2,)),
+        Case("qwen3", 2, MEGATRON | {"attn.head_norm": "b"}, recompute=True),
+        Case("qwen3", 3, ROWS | {"attn.head_norm": "b"}),
+        Case("gpt_neox", 2, MEGATRON | VOCABULARY, cuts=(2,)),
+        Case("gpt_neox", 3, ROWS, recompute=True),
         Case("gpt2", 3, MEGATRON, recompute=True),
         Case("llama", 3, ROWS),
         Case("llama", 4, MEGATRON | VOCABULARY, recompute=True),

@@ -1,8 +1,9 @@
-"""The decoder: GPT-2 and Llama families in one module, driven by ModelSpec.
+"""The decoder: all families in one module, driven by ModelSpec.
 
-Shapes: B rows (sequences), S positions, D d_model, H heads, K kv heads, E head size, F d_ff, V
-vocabulary. Over a tensor axis B, H, K, F and V are a rank's share wherever its operator is divided
-over them. Parameter names are farspan's own; `models/` maps them to and from Hugging Face's.
+Shapes: B rows (sequences), S positions, D d_model, H heads, K kv heads, E head size, R dims of a
+head that rotate, F d_ff, V vocabulary. Over a tensor axis B, H, K, F and V are a rank's share
+wherever its operator is divided over them. Parameter names are farspan's own; `models/` maps them
+to and from Hugging Face's.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from farspan.domain.model import ModelSpec
+from farspan.domain.model import ModelSpec, RopeScaling
 from farspan.runtime.model.attention_policy import DEFAULT_POLICY
 from farspan.runtime.model.dropout import Dropout, PlacedDropout
 from farspan.runtime.model.fused_loss import FusedLoss
@@ -122,10 +123,15 @@ class Attention(nn.Module):
         ways = layouts.operator_ways("attn")
         self.heads = spec.heads // ways
         self.kv_heads = spec.kv_heads // ways
+        self.heads_per_group = spec.heads // spec.kv_heads
         self.head_dim = spec.head_dim
         rows = (spec.heads + 2 * spec.kv_heads) * spec.head_dim // layouts.operator_ways("attn.qkv")
-        self.qkv = Linear(spec.d_model, rows, bias=spec.bias)
-        self.out = _make_residual_writer("attn.out", spec.d_model, spec, layouts)
+        self.qkv = Linear(spec.d_model, rows, bias=spec.bias or spec.qkv_bias)
+        self.q_norm = self.k_norm = None
+        if spec.qk_norm:
+            self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps)
+            self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps)
+        self.out = _make_residual_writer("attn.out", spec.heads * spec.head_dim, spec, layouts)
         self.vanilla = vanilla
         #: Which of PyTorch's kernels computes it.
         self.policy = DEFAULT_POLICY
@@ -133,7 +139,13 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
         layouts = self.layouts
-        projected = layouts.convert_between(self.qkv(x_BSD), "attn.qkv", "attn")
+        projected = self.qkv(x_BSD)
+        if self.q_norm is None:
+            projected = layouts.convert_between(projected, "attn.qkv", "attn")
+        else:
+            projected = layouts.convert_between(projected, "attn.qkv", "attn.head_norm")
+            projected = self.normalize_heads(projected)
+            projected = layouts.convert_between(projected, "attn.head_norm", "attn")
         B, S, _ = projected.shape
         heads_BHSE = projected.view(B, S, -1, self.head_dim).transpose(1, 2)
         if rotation is not None and not heads_BHSE.is_cpu:
@@ -152,6 +164,17 @@ class Attention(nn.Module):
             y_BHSE = causal_attention(q, k, v, self.policy)
         y_BSD = y_BHSE.transpose(1, 2).reshape(B, S, -1)
         return self.out(layouts.convert_between(y_BSD, "attn", "attn.out"))
+
+    def normalize_heads(self, projected: Tensor) -> Tensor:
+        """Return q, k and v (B, S, H E + 2 K E) with each head of q and k after its norm."""
+        if self.q_norm is None or self.k_norm is None:
+            return projected
+        B, S, _ = projected.shape
+        heads_BSHE = projected.view(B, S, -1, self.head_dim)
+        groups = heads_BSHE.shape[2] // (self.heads_per_group + 2)
+        counts = [self.heads_per_group * groups, groups, groups]
+        q, k, v = heads_BSHE.split(counts, dim=2)
+        return torch.cat((self.q_norm(q), self.k_norm(k), v), dim=2).flatten(2)
 
 
 def vanilla_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -172,22 +195,38 @@ def vanilla_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def rotary_table(
     spec: ModelSpec, length: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines (S, E) of rotary positions, halves repeated as in Llama (arXiv
+    """Return cosines and sines (S, R) of rotary positions, halves repeated as in Llama (arXiv
     2104.09864), computed in fp32."""
     # Kept for passes that need gradients, too, which take no tensors of inference mode.
     with torch.inference_mode(False):
-        dims_E2 = torch.arange(0, spec.head_dim, 2, device=device).float()
-        inverse_E2 = spec.rope_theta ** (-dims_E2 / spec.head_dim)
+        dims_R2 = torch.arange(0, spec.turned_dims, 2, device=device).float()
+        frequencies_R2 = spec.rope_theta ** (-dims_R2 / spec.turned_dims)
+        if spec.rope_scaling is not None:
+            frequencies_R2 = _scale_frequencies(frequencies_R2, spec.rope_scaling)
         positions_S = torch.arange(length, device=device).float()
-        angles_SE2 = torch.outer(positions_S, inverse_E2)
-        angles_SE = torch.cat((angles_SE2, angles_SE2), dim=-1)
-        return angles_SE.cos().to(dtype), angles_SE.sin().to(dtype)
+        angles_SR2 = torch.outer(positions_S, frequencies_R2)
+        angles_SR = torch.cat((angles_SR2, angles_SR2), dim=-1)
+        return angles_SR.cos().to(dtype), angles_SR.sin().to(dtype)
 
 
-def apply_rotary(x_BHSE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
+def _scale_frequencies(frequencies_R2: Tensor, scaling: RopeScaling) -> Tensor:
+    """Return frequencies (R / 2) of rotary positions as Llama 3.1 has them (arXiv 2407.21783; the
+    blend is that of `apply_scaling` in meta-llama/llama-models)."""
+    turns_R2 = scaling.original_context * frequencies_R2 / (2 * math.pi)
+    low = scaling.low_freq_factor
+    blend_R2 = ((turns_R2 - low) / (scaling.high_freq_factor - low)).clamp(0, 1)
+    return frequencies_R2 * (blend_R2 + (1 - blend_R2) / scaling.factor)
+
+
+def apply_rotary(x_BHSE: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
+    """Return x with the first R dims of each head turned."""
+    num_turned = cos_SR.shape[-1]
+    if num_turned < x_BHSE.shape[-1]:
+        x_BHSR, rest = x_BHSE.tensor_split([num_turned], dim=-1)
+        return torch.cat((apply_rotary(x_BHSR, cos_SR, sin_SR), rest), dim=-1)
     first, second = x_BHSE.chunk(2, dim=-1)
-    turned_BHSE = torch.cat((-second, first), dim=-1) * sin_SE
-    return x_BHSE * cos_SE + turned_BHSE
+    turned_BHSE = torch.cat((-second, first), dim=-1) * sin_SR
+    return x_BHSE * cos_SR + turned_BHSE
 
 
 class MLP(nn.Module):
@@ -209,6 +248,8 @@ class MLP(nn.Module):
             h_BSF = F.silu(gate_BSF) * value_BSF
         elif self.activation == "relu":
             h_BSF = F.relu(h_BSF)
+        elif self.activation == "gelu":
+            h_BSF = F.gelu(h_BSF)
         else:
             h_BSF = F.gelu(h_BSF, approximate="tanh")
         return self.down(layouts.convert_between(h_BSF, "mlp.act", "mlp.down"))
@@ -217,6 +258,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, spec: ModelSpec, vanilla: bool, layouts: Layouts) -> None:
         super().__init__()
+        self.is_parallel = spec.parallel_residual
         self.attn_norm = _make_norm(spec)
         self.attn = Attention(spec, vanilla, layouts)
         self.mlp_norm = _make_norm(spec)
@@ -235,13 +277,14 @@ class Block(nn.Module):
         h_BSD = self.between(h_BSD, "attn.out", RESIDUAL)
         if dropouts is not None:
             h_BSD = dropouts[0](h_BSD)
-        x_BSD = x_BSD + h_BSD
-        h_BSD = self.mlp_norm(self.between(x_BSD, RESIDUAL, "mlp_norm"))
+        after_BSD = x_BSD + h_BSD
+        mlp_input_BSD = x_BSD if self.is_parallel else after_BSD
+        h_BSD = self.mlp_norm(self.between(mlp_input_BSD, RESIDUAL, "mlp_norm"))
         h_BSD = self.mlp(self.between(h_BSD, "mlp_norm", "mlp.up"))
         h_BSD = self.between(h_BSD, "mlp.down", RESIDUAL)
         if dropouts is not None:
             h_BSD = dropouts[1](h_BSD)
-        return x_BSD + h_BSD
+        return after_BSD + h_BSD
 
 
 class Decoder(nn.Module):

@@ -31,7 +31,6 @@ MAX_TENSOR_HEADER_BYTES = 1 << 24
 MAX_INDEX_BYTES = 1 << 26
 WEIGHTS_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-HEAD = "lm_head.weight"
 
 
 def export_model(
@@ -50,7 +49,6 @@ def export_model(
     Decoder's `state_dict()`); `tokenizer` is a tokenizer.json; `end_of_text` is the token id that
     ends documents. Weights are written last, so that a folder with weights is whole.
     """
-    family = models.family(spec.family)
     family = models.family(spec.family)
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
@@ -96,6 +94,8 @@ def export_model(
     for entry in family.tensors(spec):
         own = state[entry.ours].detach().cpu()
         for name, part in zip(entry.theirs, own.split(list(entry.rows)), strict=True):
+            if entry.heads is not None:
+                part = _swap_leading(part, 3, entry.heads)
             tensor = part.t() if entry.transpose else part
             # Copies, since safetensors refuses shared memory.
             tensors[name] = tensor.clone(memory_format=torch.contiguous_format).to(kind)
@@ -116,10 +116,11 @@ def read_model(folder: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
     spec = models.read_config(folder)
     family = models.family(spec.family)
     tensors = _load_tensors(_weight_files(folder), folder, family, spec)
+    head_name = f"{family.HEAD}.weight"
     # Files of the bare model, without its head, lack the prefix of names.
     if not any(name.startswith(family.PREFIX) for name in tensors):
         tensors = {
-            name if name == HEAD else family.PREFIX + name: tensor
+            name if name == head_name else family.PREFIX + name: tensor
             for name, tensor in tensors.items()
         }
     shapes = parameter_shapes(spec)
@@ -137,13 +138,22 @@ def read_model(folder: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
             sources = " + ".join(entry.theirs)
             fact = f"{sources} gives {list(tensor.shape)}, config.json {list(shape)}"
             raise _misfit(folder, fact)
+        if entry.heads is not None:
+            tensor = _swap_leading(tensor, entry.heads, 3)
         state[entry.ours] = tensor.contiguous()
-    head = tensors.get(HEAD)
+    head = tensors.get(head_name)
     if spec.tied and head is not None and torch.equal(head, state["tok.weight"]):
-        del tensors[HEAD]
+        del tensors[head_name]
     if tensors:
         raise _misfit(folder, f"tensor {min(tensors)!r} is left over")
     return spec, state
+
+
+def _swap_leading(x: Tensor, outer: int, inner: int) -> Tensor:
+    """Return rows, which are `outer` groups of `inner` runs, as `inner` groups of `outer` runs: q,
+    k and v of each head as the heads of each of q, k and v, and back."""
+    runs = x.unflatten(0, (outer, inner, -1))
+    return runs.transpose(0, 1).flatten(0, 2)
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -52,8 +52,9 @@ class KVCache:
         for block, (keys, values) in zip(model.blocks, self._kept, strict=True):
             assert isinstance(block, Block)
             h_BTD = block.attn_norm(x_BTD)
-            x_BTD = x_BTD + self._attend(block.attn, keys, values, h_BTD, first)
-            x_BTD = x_BTD + block.mlp(block.mlp_norm(x_BTD))
+            after_BTD = x_BTD + self._attend(block.attn, keys, values, h_BTD, first)
+            mlp_input_BTD = x_BTD if block.is_parallel else after_BTD
+            x_BTD = after_BTD + block.mlp(block.mlp_norm(mlp_input_BTD))
         self.length = last
         state_D: Tensor = model.norm(x_BTD[0, -1])
         return state_D
@@ -64,13 +65,14 @@ class KVCache:
         T = h_BTD.shape[1]
         last = first + T
         new = slice(first, last)
-        heads_BTHE = attn.qkv(h_BTD).view(1, T, -1, attn.head_dim)
+        projected = attn.normalize_heads(attn.qkv(h_BTD))
+        heads_BTHE = projected.view(1, T, -1, attn.head_dim)
         head_counts = [attn.heads, attn.kv_heads, attn.kv_heads]
         q, k, v = heads_BTHE.transpose(1, 2).split(head_counts, dim=1)
         if self._rotation is not None:
-            cos_SE, sin_SE = self._rotation
-            q = apply_rotary(q, cos_SE[new], sin_SE[new])
-            k = apply_rotary(k, cos_SE[new], sin_SE[new])
+            cos_SR, sin_SR = self._rotation
+            q = apply_rotary(q, cos_SR[new], sin_SR[new])
+            k = apply_rotary(k, cos_SR[new], sin_SR[new])
         keys[:, :, new] = k
         values[:, :, new] = v
         seen_TS = None

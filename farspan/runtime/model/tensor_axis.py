@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farspan import models
-from farspan.domain.graph import OpGraph, Weight
+from farspan.domain.graph import Operator, OpGraph, Weight
 from farspan.domain.model import ModelSpec
 from farspan.runtime.model.kernels import VocabularyShard
 from farspan.semantics.tensor_sharding import (
@@ -30,6 +30,7 @@ from farspan.semantics.tensor_sharding import (
     returns_to_residual,
     sections,
     strategy,
+    sums_gradient,
 )
 
 #: In addition to operators and RESIDUAL, the ends of a stage: tokens and targets, which each rank
@@ -231,21 +232,21 @@ def operator_edges(
 
 def _parameter_uses(
     graph: OpGraph, units: tuple[int, int], splits: Mapping[str, str]
-) -> Iterator[tuple[str, Weight, str]]:
-    """Yield every parameter that operators of these units use, by its global name, and how its
-    operator is split."""
+) -> Iterator[tuple[str, Weight, Operator, str]]:
+    """Yield every parameter that operators of these units use, by its global name, with its
+    operator and how that is split."""
     for number in range(*units):
         prefix = f"blocks.{number - 1}." if 1 <= number <= graph.layers else ""
         for op in graph.unit(number):
             for weight in op.weights:
-                yield prefix + weight.name, weight, splits.get(op.name, "")
+                yield prefix + weight.name, weight, op, splits.get(op.name, "")
 
 
 def _splits_table_twice(graph: OpGraph, units: tuple[int, int], splits: Mapping[str, str]) -> bool:
     """Return whether a tied table is in one stage with embedding and head that are split unlike
     each other."""
     uses = _parameter_uses(graph, units, splits)
-    return len({split for name, _, split in uses if name == TABLE}) > 1
+    return len({split for name, _, _, split in uses if name == TABLE}) > 1
 
 
 def parameter_slices(
@@ -258,7 +259,7 @@ def parameter_slices(
     slices = dict[str, TensorSlice]()
     if ways == 1:
         return slices
-    for name, weight, split in _parameter_uses(graph, units, splits):
+    for name, weight, _, split in _parameter_uses(graph, units, splits):
         dims = weight.dims
         if split and split in dims:
             # "d" is never divided: it is the rows of a matrix that writes it, else the columns.
@@ -273,12 +274,16 @@ def parameter_slices(
 def partial_parameters(
     spec: ModelSpec, units: tuple[int, int], splits: Mapping[str, str], ways: int
 ) -> frozenset[str]:
-    """Return the parameters that each rank has a summand of the gradient of: those of operators
-    that divide the rows, and a table that embedding and head use unlike each other."""
+    """Return the parameters that each rank has a summand of the gradient of: those that
+    `sums_gradient` names, and a table that embedding and head use unlike each other."""
     graph = models.graph(spec)
     if ways == 1:
         return frozenset()
-    partial = {name for name, _, split in _parameter_uses(graph, units, splits) if split == "b"}
+    partial = {
+        name
+        for name, weight, op, split in _parameter_uses(graph, units, splits)
+        if sums_gradient(op, weight.dims, split)
+    }
     if _splits_table_twice(graph, units, splits):
         partial.add(TABLE)
     return frozenset(partial)

@@ -16,6 +16,7 @@ from farspan.semantics.tensor_sharding import (
     Strategy,
     returns_to_residual,
     strategies,
+    sums_gradient,
     weight_share,
 )
 from farspan.techniques._search.ilp import Infeasible, StrategyChoice, solve_ilp
@@ -82,15 +83,17 @@ class Assignment:
         for option in options:
             split = option.split
             params = 0.0
+            summed = 0.0
             for weight in op.weights:
-                share = weight_share(op, weight.dims, split, ways)
-                params += task.graph.size(weight.dims) * share
-            params *= count
+                size = count * task.graph.size(weight.dims)
+                params += size * weight_share(op, weight.dims, split, ways)
+                if sums_gradient(op, weight.dims, split):
+                    summed += size
             # The sum with a residual stream that is copied takes longer: _add_residual_edge adds
             # the rest.
             seconds = count * self.parts * self._op_s(op, split, residual)
-            if split == "b" and params:
-                nbytes = params * task.engine.gradient_bytes[task.train.precision]
+            if summed:
+                nbytes = summed * task.engine.gradient_bytes[task.train.precision]
                 network = task.costs.network
                 seconds += network.all_reduce_s(self.group, nbytes, concurrent=self.concurrent)
             costs.append(seconds)
