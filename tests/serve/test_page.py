@@ -45,6 +45,9 @@ def browser(tmp_path_factory):
 @pytest.fixture
 def page(browser, server):
     """The page as it is first seen; the test may leave no complaint in the console."""
+    # The page before may still ask a server that has ended: it is left first.
+    browser.go("about:blank")
+    browser.until("location.href === 'about:blank'")
     browser.complaints.clear()
     browser.show()
     browser.go(f"{server.url}/")
