@@ -36,8 +36,11 @@ RESULTS = Path(__file__).parent / "results" / "preemptions.json"
 #: Seconds between saves, and steps of the run that calibrates.
 EVERY_S = 3.0
 TIMED_STEPS = 800
-#: Kills of the run that times restarts.
+#: Kills of the run that times restarts, and seconds of steps that it makes: several times as many
+#: as the kills are apart.
 CALIBRATIONS = 3
+CALIBRATING_S = 60.0
+CALIBRATING_MEAN_S = 6.0
 TOLERANCE = 0.15
 
 
@@ -121,7 +124,10 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
-        timed = watch(Path(folder, "timed"), TIMED_STEPS, 6.0, 0, CALIBRATIONS)
+        _, gaps = split_times(watch(Path(folder, "timed"), TIMED_STEPS, 0.0, 0))
+        steps = round(CALIBRATING_S / statistics.fmean(gaps))
+        calibrating = Path(folder, "calibrating")
+        timed = watch(calibrating, steps, CALIBRATING_MEAN_S, 0, CALIBRATIONS)
         restarts, gaps = split_times(timed)
         restart_s = statistics.fmean(restarts)
         steps = round(given.work_s / statistics.fmean(gaps))
@@ -131,7 +137,10 @@ def main() -> None:
     again, gaps = split_times(disturbed)
     step_s = statistics.fmean(gaps)
     print(f"restarts of the long run: {statistics.fmean(again or [0.0]):.1f} s in the mean")
-    case = Interruptions(per_s=1 / given.mean_s, save_s=0.0, restart_s=restart_s, every_s=EVERY_S)
+    # The worker that is left writes the last step.
+    case = Interruptions(
+        per_s=1 / given.mean_s, save_s=0.0, restart_s=restart_s, every_s=EVERY_S, again=0.0
+    )
     result = Preempted(
         commit=source_commit(),
         seed=given.seed,

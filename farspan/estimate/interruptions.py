@@ -37,24 +37,40 @@ class Interruptions(msgspec.Struct, frozen=True, kw_only=True):
     restart_s: float
     #: Between two saves.
     every_s: float
+    #: Share of the interruptions after which the steps since a save are made again: after the
+    #: others, survivors write the last one.
+    again: float = 1.0
 
     def expected_s(self, work_s: float) -> float:
         """Return the expected seconds of `work_s` of undisturbed training.
 
-        J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
-        2006, eq. 20: exponential interruptions, also of restarts and saves. Work that ends before
-        the first save is one interval without a save.
+        Exponential interruptions, also of restarts and saves: the renewal equation of a segment of
+        work and its save, which begins again after a loss. Where all interruptions lose it, this is
+        eq. 20 of J. T. Daly, "A higher order estimate of the optimum checkpoint interval for
+        restart dumps", 2006. Work that ends before the first save is one segment without a save.
         """
-        if self.per_s == 0:
+        segment_s = min(self.every_s, work_s)
+        if self.per_s == 0 or segment_s <= 0:
             return work_s + self.save_s * math.floor(work_s / self.every_s)
-        mean_s = 1 / self.per_s
-        interval_s = min(self.every_s, work_s)
-        save_s = self.save_s if work_s > self.every_s else 0.0
-        if interval_s <= 0:
-            return work_s
-        restart = math.exp(min(self.restart_s / mean_s, MOST_EXPONENT))
-        segment = math.expm1(min((interval_s + save_s) / mean_s, MOST_EXPONENT))
-        return mean_s * restart * segment * work_s / interval_s
+        segments = work_s / segment_s
+        if work_s > self.every_s:
+            segment_s += self.save_s
+        losing = self.per_s * self.again
+        keeping = self.per_s - losing
+        # A restart that a further interruption begins anew.
+        exponent = min(self.restart_s * self.per_s, MOST_EXPONENT)
+        restart_s = math.expm1(exponent) / self.per_s
+        # One that keeps its segment, unless an interruption that loses it comes before its end.
+        uninterrupted = math.exp(-exponent)
+        last_try = 1 - (1 - uninterrupted) * keeping / self.per_s
+        kept = uninterrupted / last_try
+        keeping_s = (1 - uninterrupted) / self.per_s / last_try
+        loss_rate = losing + keeping * (1 - kept)
+        slowdown = 1 + keeping * keeping_s
+        if loss_rate == 0:
+            return segments * segment_s * slowdown
+        tries = math.expm1(min(loss_rate * segment_s, MOST_EXPONENT))
+        return segments * tries * (slowdown / loss_rate + restart_s)
 
     def as_json(self, work_s: float) -> dict[str, float]:
         """Return the figures of `work_s` of training as `--json` has them."""
@@ -64,6 +80,7 @@ class Interruptions(msgspec.Struct, frozen=True, kw_only=True):
             "save_s": self.save_s,
             "restart_s": self.restart_s,
             "checkpoint_every_s": self.every_s,
+            "again": self.again,
             "undisturbed_s": work_s,
             "expected_s": expected_s,
             "expected_interruptions": self.per_s * expected_s,
@@ -83,16 +100,24 @@ def best_interval(per_s: float, save_s: float) -> float:
 
 
 def expect_interruptions(
-    cluster: Cluster, hosts: Iterable[str], parameters: int, every_s: float
+    cluster: Cluster,
+    hosts: Iterable[str],
+    parameters: int,
+    every_s: float,
+    *,
+    again: float = 1.0,
 ) -> Interruptions | None:
-    """Return the interruptions of a run on these hosts; None where no rate is given."""
+    """Return the interruptions of a run on these hosts, `again` as `Interruptions` has it; None
+    where no rate is given."""
     per_s = cluster.preemptions_per_s(hosts)
     if per_s == 0:
         return None
     state = STATE_BYTES * parameters
     restart_s = RESTART_S + state / DISK_RATE
     save_s = state / SNAPSHOT_RATE
-    return Interruptions(per_s=per_s, save_s=save_s, restart_s=restart_s, every_s=every_s)
+    return Interruptions(
+        per_s=per_s, save_s=save_s, restart_s=restart_s, every_s=every_s, again=again
+    )
 
 
 def choose_save_interval(cluster: Cluster, parameters: int) -> float | None:

@@ -23,6 +23,7 @@ from farspan.planning.cluster_parts import ClusterPart, all_parts, whole_cluster
 from farspan.planning.device_modes import find_graph_problem, settle_modes
 from farspan.planning.fork_map import count_cores, fork_map
 from farspan.planning.ranking import Ranking
+from farspan.semantics.state_copies import share_made_again
 from farspan.techniques import Task
 
 #: From these devices on a ranking takes a second or more, which processes share.
@@ -114,7 +115,8 @@ def price_technique(task: Task, part: ClusterPart, name: str) -> Candidate | Ref
     queue_s = max(task.cluster.site_of(host).queue_s for host in hosts)
     every_s = plan.train.checkpoint_every_s
     parameters = count_parameters(plan.model)
-    interruptions = expect_interruptions(task.cluster, hosts, parameters, every_s)
+    again = share_made_again(plan, task.cluster)
+    interruptions = expect_interruptions(task.cluster, hosts, parameters, every_s, again=again)
     work_s = estimate.equal_loss_s
     expected_s = work_s if interruptions is None else interruptions.expected_s(work_s)
     return Candidate(

@@ -161,7 +161,11 @@ def interruptions_note(candidate: Candidate) -> str:
     expected_s = interruptions.expected_s(work_s)
     count = interruptions.per_s * expected_s
     often = f"{count:.2g} interruptions ({interruptions.per_s * 3600:.2g} an hour)"
-    restart = f"{format_seconds(interruptions.restart_s)} and the steps since a save"
+    restart = format_seconds(interruptions.restart_s)
+    if interruptions.again == 1:
+        restart += " and the steps since a save"
+    elif interruptions.again > 0:
+        restart += f" and, after {interruptions.again:.0%} of them, the steps since a save"
     saves = f"a save every {format_seconds(interruptions.every_s)}"
     total = f"{format_seconds(expected_s)} instead of {format_seconds(work_s)}"
     return f"Expects {often} of {restart} each, {saves}: {total}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from farspan.domain.cluster import Cluster
 from farspan.domain.plan import Plan, Stage
 
 
@@ -18,6 +19,20 @@ def has_copies(plan: Plan) -> bool:
     if any(stage.grad_sync.bits < 32 for stage in stages):
         return False
     return any(_count_copies(stage) > 1 for stage in stages)
+
+
+def share_made_again(plan: Plan, cluster: Cluster) -> float:
+    """Return the share of lost hosts after which the steps since the newest checkpoint are made
+    again: none where the other hosts hold all of the state and see rank 0's run folder, and one of
+    all where that lies on rank 0's own disk."""
+    hosts = [device.host for device in plan.devices]
+    if not has_copies(plan):
+        return 1.0
+    for stage in plan.replicas[0].stages:
+        if any(len({hosts[rank] for rank in group}) < 2 for group in stage.mesh.transposed):
+            return 1.0
+    folders = {host.name: host.folder for host in cluster.machines}
+    return 0.0 if folders[hosts[0]] is None else 1 / len(set(hosts))
 
 
 def _count_copies(stage: Stage) -> int:

@@ -15,14 +15,19 @@ HOUR_S = 3600.0
 def simulate(case: Interruptions, work_s: float, draw: random.Random) -> float:
     """Return the seconds of one run: intervals of work with a save after each but the last;
     interruptions lose the interval, and also interrupt restarts and saves."""
-    now_s = done_s = 0.0
+    now_s = done_s = kept_s = 0.0
     next_s = draw.expovariate(case.per_s)
     restarting = False
     while done_s < work_s:
         part_s = min(case.every_s, work_s - done_s)
         save_s = case.save_s if done_s + part_s < work_s else 0.0
-        takes_s = case.restart_s if restarting else part_s + save_s
+        takes_s = case.restart_s if restarting else part_s - kept_s + save_s
         if now_s + takes_s > next_s:
+            is_kept = draw.random() >= case.again
+            if is_kept and not restarting:
+                kept_s = min(part_s, kept_s + next_s - now_s)
+            elif not is_kept:
+                kept_s = 0.0
             now_s = next_s
             next_s += draw.expovariate(case.per_s)
             restarting = True
@@ -30,6 +35,7 @@ def simulate(case: Interruptions, work_s: float, draw: random.Random) -> float:
         now_s += takes_s
         if not restarting:
             done_s += part_s
+            kept_s = 0.0
         restarting = False
     return now_s
 
@@ -38,15 +44,16 @@ def simulate(case: Interruptions, work_s: float, draw: random.Random) -> float:
 @pytest.mark.parametrize("save_s", [0.05, 5, 60])
 @pytest.mark.parametrize("restart_s", [14.2, 300])
 @pytest.mark.parametrize("every_s", [60, 300, 1800])
+@pytest.mark.parametrize("again", [1.0, 0.5, 0.0])
 def test_expected_time_is_that_of_drawn_interruptions(
-    per_hour: float, save_s: float, restart_s: float, every_s: float
+    per_hour: float, save_s: float, restart_s: float, every_s: float, again: float
 ) -> None:
     case = Interruptions(
-        per_s=per_hour / HOUR_S, save_s=save_s, restart_s=restart_s, every_s=every_s
+        per_s=per_hour / HOUR_S, save_s=save_s, restart_s=restart_s, every_s=every_s, again=again
     )
     work_s = 20 * HOUR_S
     draw = random.Random(1)
-    mean_s = statistics.fmean(simulate(case, work_s, draw) for _ in range(60))
+    mean_s = statistics.fmean(simulate(case, work_s, draw) for _ in range(120))
     assert case.expected_s(work_s) == pytest.approx(mean_s, rel=0.05)
 
 

@@ -105,6 +105,29 @@ def test_plan_avoids_a_fast_site_that_is_taken_away_often() -> None:
         assert candidate.usd == pytest.approx(candidate.estimate.usd * candidate.time_s / work_s)
 
 
+def test_steps_are_made_again_where_no_other_host_holds_the_state() -> None:
+    model = test_resolve.run({"size": "tiny"}).model
+    train = replace(test_resolve.run({"size": "tiny"}).train, precision="fp16")
+    spot = with_rates(worlds.cluster((worlds.FAST,), (worlds.FAST,)), 1, 1)
+
+    def again(technique: str, cluster: Cluster) -> dict[tuple[int, ...], float]:
+        ranked = rank_plans(model, cluster, train, load_engine("farspan"), allow=[technique])
+        shares = {}
+        for candidate in ranked.candidates:
+            assert candidate.interruptions is not None
+            shares[candidate.places] = candidate.interruptions.again
+        return shares
+
+    assert again("data", spot) == {(0, 1): 0.0, (0,): 1.0}
+    assert again("zero2", spot) == {(0, 1): 1.0}
+    # Rank 0's host may be the one that is taken away, with its disk.
+    sites = []
+    for site in spot.sites:
+        hosts = tuple(replace(host, folder="/srv") for host in site.hosts)
+        sites.append(replace(site, hosts=hosts))
+    assert again("data", replace(spot, sites=tuple(sites)))[0, 1] == 0.5
+
+
 def test_checkpoint_interval_is_dalys_where_a_rate_is_given_and_nothing_asked() -> None:
     calm = test_resolve.cluster()
     spot = with_rates(calm, 0.5)
