@@ -31,6 +31,7 @@ from farspan.app.preflight_checks import refuse_existing, require_torch
 from farspan.app.reporting import Report, write_report
 from farspan.app.resolving import resolve_run
 from farspan.app.updates import Ended, Note, Progress, ignore_update, note_reporter
+from farspan.corpus.hub_models import find_model_folder
 from farspan.domain.config import RunConfig
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import ID_BYTES, RunFolder, RunRecord
@@ -90,7 +91,7 @@ def make_run(
     run = RunFolder(path)
     initial = None
     if config.model.path:
-        initial = str(Path(config.model.path).expanduser().resolve())
+        initial = str(find_model_folder(config.model.path, weights=True).resolve())
     created = datetime.now(UTC).isoformat(timespec="seconds")
     identity = secrets.token_hex(ID_BYTES)
     home = describe_holder(path)

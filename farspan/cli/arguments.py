@@ -11,14 +11,18 @@ import msgspec
 from farspan.app.configs import override_config
 from farspan.cli.console import Console
 from farspan.domain.config import RunConfig
-from farspan.domain.escapes import shell_word
+from farspan.domain.escapes import shell_word, yaml_word
 from farspan.domain.index_folder import INDEXES, IndexFolder
 from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.run import RunFolder
 from farspan.domain.struct_files import load_yaml
 
-#: Keys of `parallel` that have an option of their own.
-SHORT_KEYS = ("cluster", "launcher")
+#: Options that are short for a key of run.yaml.
+SHORT_KEYS = {
+    "cluster": "parallel.cluster",
+    "launcher": "parallel.launcher",
+    "from": "model.path",
+}
 
 
 def takes_config(parser: argparse.ArgumentParser) -> None:
@@ -31,11 +35,17 @@ def takes_config(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="what to train (default: run.yaml)",
     )
-    for key in SHORT_KEYS:
-        value = key.upper()
+    for name in ("cluster", "launcher"):
+        value = name.upper()
         parser.add_argument(
-            f"--{key}", metavar=value, help=f"short for --set parallel.{key}={value}"
+            f"--{name}", metavar=value, help=f"short for --set parallel.{name}={value}"
         )
+    parser.add_argument(
+        "--from",
+        metavar="MODEL",
+        help="continue this model: a folder as transformers saves it, or an id of the hub (short "
+        "for --set model.path=MODEL)",
+    )
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of run.yaml"
     )
@@ -56,7 +66,9 @@ def load_config(given: argparse.Namespace) -> RunConfig:
         )
     _refuse_text(path)
     config = load_yaml(path, RunConfig)
-    short = [f"parallel.{key}={value}" for key, value in _given_short_keys(given).items()]
+    short = [
+        f"{SHORT_KEYS[name]}={yaml_word(value)}" for name, value in _given_short_keys(given).items()
+    ]
     for override in (*short, *given.set):
         config = override_config(config, override)
     return config
@@ -113,7 +125,7 @@ def at_option(problem: Problem, given: argparse.Namespace) -> Problem:
         return problem
     options: dict[str, str] = {}
     for name, value in _given_short_keys(given).items():
-        options[f"parallel.{name}"] = f"--{name} {value}"
+        options[SHORT_KEYS[name]] = f"--{name} {value}"
     for override in given.set:
         name = override.partition("=")[0]
         options[name] = f"--set {override}"

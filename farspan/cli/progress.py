@@ -125,6 +125,8 @@ class TrainingDisplay:
         others.
         """
         best = f"{FACT}best so far" if event.best else ""
+        if event.step == 0:
+            best = f"{FACT}the model as it was, before training"
         if self._live is None:
             loss = f"validation loss {format_validation(event)}"
             bits = f"{event.bits_per_byte:.3f} bits a byte"
@@ -132,7 +134,7 @@ class TrainingDisplay:
             return
         share = self._so_far.share
         last = event.sample_loss is not None or share >= 1
-        if not last and share < self._validated_share + KEPT_SHARE:
+        if event.step and not last and share < self._validated_share + KEPT_SHARE:
             return
         self._validated_share = share
         loss = f"validation loss {event.loss:.3f}"

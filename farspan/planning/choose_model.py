@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from farspan import models
+from farspan.corpus.hub_models import find_model_folder
 from farspan.domain.cluster import Cluster
 from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
@@ -75,7 +75,7 @@ def choose_model(
 
 
 def _from_folder(config: RunConfig, corpus: CorpusManifest) -> ChosenModel:
-    folder = Path(str(config.model.path)).expanduser()
+    folder = find_model_folder(str(config.model.path))
     spec = models.read_config(folder)
     if spec.vocab_size < corpus.vocab_size:
         raise Refusal(

@@ -144,7 +144,14 @@ def choose_train(
         best_s = choose_save_interval(cluster, count_parameters(chosen.model))
     if best_s is not None:
         train = replace(train, checkpoint_every_s=best_s)
-    train, origin = apply_recipe(train, asked, chosen.model, epochs, step_tokens / workers)
+    train, origin = apply_recipe(
+        train,
+        asked,
+        chosen.model,
+        epochs,
+        step_tokens / workers,
+        is_continued=config.model.path is not None,
+    )
     train, modes_from = _choose_modes(config, cluster, train)
     origin |= modes_from
 

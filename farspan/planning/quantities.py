@@ -9,6 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
+from farspan.corpus.hub_models import is_hub_id
 from farspan.domain.cluster import Cluster
 from farspan.domain.config import CheckpointConfig, IndexConfig, Quantity, RunConfig
 from farspan.domain.escapes import key_word, shell_word
@@ -225,8 +226,10 @@ def check_quantities(config: RunConfig) -> None:
     batch = config.train.batch
     if batch.global_ is not None:
         asked_rows(batch.global_, 1)
-    if model.path is not None and not (folder := Path(model.path).expanduser()).exists():
-        raise missing_path(folder)
+    if model.path is not None and not is_hub_id(model.path):
+        folder = Path(model.path).expanduser()
+        if not folder.exists():
+            raise missing_path(folder)
     for keys in EXCLUSIVE:
         values = {key: attrgetter(key.replace("global", "global_"))(config) for key in keys}
         given = [key for key, value in values.items() if value not in (None, "auto")]

@@ -88,6 +88,18 @@ def studied_recipe(epochs: float, steps: int) -> TrainingRecipe:
     )
 
 
+#: A model that continues with weights of its own takes this share of the peak learning rate of one
+#: that begins at random, with warm-up and decay again (arXiv 2403.08763, which takes all of it for
+#: hundreds of billions of tokens; a tenth is usual for small texts: 5e-5 at 100 M parameters).
+CONTINUED_RATE = 0.1
+
+
+def continued_recipe(epochs: float, steps: int) -> TrainingRecipe:
+    """Return the settings for a model that continues with weights of its own: AdamW, which is what
+    most models were trained by (Muon after AdamW gains little, arXiv 2502.16982, section 3.5)."""
+    return replace(studied_recipe(epochs, steps), optimizer="adamw", embedding=1.0)
+
+
 def peak_rate(count: int, *, muon: bool = False) -> float:
     """Return the peak learning rate for `count` parameters: AdamW's 0.1325 N^-0.305, at most 3e-3;
     Muon's goes as steeply.
@@ -103,13 +115,27 @@ def peak_rate(count: int, *, muon: bool = False) -> float:
 
 
 def apply_recipe(
-    train: TrainSpec, asked: TrainConfig, model: ModelSpec, epochs: float, device_tokens: float
+    train: TrainSpec,
+    asked: TrainConfig,
+    model: ModelSpec,
+    epochs: float,
+    device_tokens: float,
+    *,
+    is_continued: bool = False,
 ) -> tuple[TrainSpec, dict[str, str]]:
     """Return the training with its recipe, for a text that is read in these epochs by devices with
-    `device_tokens` of a step each; and where each value came from."""
+    `device_tokens` of a step each; and where each value came from. `is_continued`: the model has
+    weights of its own."""
     own = asked.optimizing
-    recipe = PLAIN if asked.recipe == "plain" else studied_recipe(epochs, train.steps)
     recipe_default = f"default: recipe {asked.recipe}"
+    if asked.recipe == "plain":
+        recipe = PLAIN
+    elif is_continued:
+        recipe = continued_recipe(epochs, train.steps)
+    else:
+        recipe = studied_recipe(epochs, train.steps)
+    if is_continued:
+        recipe_default += ", continuing a model"
     given: dict[str, Any] = {
         "optimizer": own.kind,
         "weight_decay": own.weight_decay,
@@ -137,6 +163,8 @@ def apply_recipe(
     lr = train.optimizer.lr
     if own.lr == "auto":
         lr = peak_rate(count_parameters(model), muon=muon and asked.recipe == "auto")
+        if is_continued:
+            lr = float(f"{lr * CONTINUED_RATE:.2g}")
         name = "Muon" if muon else "AdamW"
         count = format_count(count_parameters(model))
         origin["train.lr"] = f"{recipe_default}, {name} at {count} parameters"

@@ -106,7 +106,8 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
     val = PackedWindows(held_out.tokens, plan.train.seq_len)
     executor = Executor(Topology(plan, group.rank), group.device)
     check_tokens(group, train, val)
-    worker = Worker(plan, run, group, executor, manifest, train, val, emit, time.time)
+    is_continued = record.initial is not None
+    worker = Worker(plan, run, group, executor, manifest, train, val, emit, time.time, is_continued)
     if group.rank == 0:
         worker.prompts = prompts(held_out)
     # The initial weights: drawn by each worker for itself, or read by rank 0 and sent.

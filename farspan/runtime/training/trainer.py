@@ -590,6 +590,9 @@ class Trainer:
     def restore(self) -> None:
         """Resume from the newest whole checkpoint, if any: every worker reads its part."""
         there = self.checkpointer.restore(self._adopt_state, self._emit_warning)
+        if not there and self.worker.is_continued:
+            # What the model was worth before the first step; it may stay the best.
+            self.state.validation_due = True
         # What was lost, and the time until somebody went on, counts too.
         self._used_s = max(self.state.elapsed_s, self.worker.epoch.used_s)
         if there and (outer := self.worker.executor.outer) is not None:

@@ -30,6 +30,8 @@ class Worker:
     val: PackedWindows
     emit: Callable[[Event], None]
     clock: Callable[[], float]
+    #: Whether the run continues a model, instead of beginning with random weights.
+    is_continued: bool = False
     #: Tokens that samples of a finished run begin with.
     prompts: tuple[list[int], ...] = ()
     #: Asked between steps: whether the run is to save and end, whether this worker is to go, and

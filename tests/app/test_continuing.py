@@ -1,0 +1,130 @@
+"""Runs that continue a model: what it was worth before, the rate it learns at, and the best
+weights, which may be those it had."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from farspan.cli.main import main
+from farspan.domain.plan import Plan
+from farspan.domain.run import RunFolder
+from farspan.domain.run_events import Validated, read_events
+from farspan.domain.struct_files import load
+from farspan.planning.recipe import CONTINUED_RATE, peak_rate
+from farspan.report.history import open_run
+from farspan.report.text import run_summary
+from tests.faults.running import write_text
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers  # noqa: E402
+from tokenizers import models as token_models  # noqa: E402
+
+from farspan.runtime.training.sample_order import PackedWindows, shuffle_index  # noqa: E402
+from farspan.runtime.training.validation import SEED  # noqa: E402
+
+SEQ_LEN = 32
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("continuing") / "text"
+    write_text(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, text) -> Path:
+    """A small Qwen3 as transformers saves it, with a tokenizer of its own."""
+    folder = tmp_path_factory.mktemp("model")
+    words = Tokenizer(token_models.BPE())
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet
+    )
+    words.train_from_iterator([path.read_text() for path in text.iterdir()], trainer)
+    words.save(str(folder / "tokenizer.json"))
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=24,
+        intermediate_size=64,
+        vocab_size=320,
+        max_position_embeddings=SEQ_LEN,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def train(folder: Path, text: Path, model: Path, *settings: str) -> RunFolder:
+    config = folder / "run.yaml"
+    config.write_text(f"data: {{source: '{text}', val: 20%}}\nparallel: {{technique: data}}\n")
+    words = ["train", str(config), "--from", str(model), "--run", str(folder / "run")]
+    for setting in ("parallel.workers=1", "train.precision=fp32", *settings):
+        words += ["--set", setting]
+    assert main(words) == 0
+    return RunFolder(folder / "run")
+
+
+def validations(run: RunFolder) -> list[Validated]:
+    return [event for event in read_events(run.events) if isinstance(event, Validated)]
+
+
+def test_model_is_validated_before_its_first_step_and_learns_at_a_tenth(tmp_path, text, model):
+    run = train(tmp_path, text, model, "train.steps=4", "train.batch.global=4 sequences")
+    first, *others = validations(run)
+    assert first.step == 0 and first.best and all(event.step > 0 for event in others)
+
+    # The loss is what transformers' model has on the same tokens.
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
+    record = json.loads(run.record.read_bytes())
+    tokens = np.fromfile(Path(record["corpus"]) / "val.bin", "<u2").astype(np.int64)
+    windows = PackedWindows(tokens, SEQ_LEN)
+    order = shuffle_index(np.arange(windows.count, dtype=np.uint64), windows.count, SEED, 0)
+    losses = []
+    with torch.no_grad():
+        for number in order[: first.tokens // SEQ_LEN].astype(int):
+            start = number * SEQ_LEN
+            window = torch.from_numpy(tokens[start : start + SEQ_LEN + 1])
+            logits = theirs(window[None, :-1]).logits[0]
+            losses.append(torch.nn.functional.cross_entropy(logits, window[1:], reduction="none"))
+    targets = torch.cat(losses)
+    assert len(targets) == first.tokens
+    assert first.loss == pytest.approx(float(targets.mean()), abs=1e-4)
+
+    plan = load(run.plan, Plan)
+    optimizer = plan.train.optimizer
+    parameters = sum(parameter.numel() for parameter in theirs.parameters())
+    assert optimizer.lr == pytest.approx(CONTINUED_RATE * peak_rate(parameters), rel=0.05)
+    assert not optimizer.muon
+    summary = run_summary(open_run(run.path))
+    assert "before training: now it has" in summary
+
+
+def test_best_weights_are_those_of_the_model_where_training_made_it_worse(tmp_path, text, model):
+    run = train(
+        tmp_path,
+        text,
+        model,
+        "train.steps=6",
+        "train.batch.global=4 sequences",
+        "train.optimizer.lr=1",
+        "train.warmup=0",
+    )
+    assert [event.step for event in validations(run) if event.best] == [0]
+    assert main(["export", str(run.path), "--out", str(tmp_path / "out")]) == 0
+    before = load_file(model / "model.safetensors")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert "HIGHER" in run_summary(open_run(run.path))
