@@ -16,11 +16,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-import msgspec
-
 from farspan.app.copy_process import CopyReport
 from farspan.app.updates import Note, Progress
 from farspan.domain.config import RunConfig
+from farspan.domain.decoding import decode_json
 from farspan.domain.interpreter import module_command
 from farspan.domain.own_files import open_own
 from farspan.domain.problems import Refusal, command
@@ -208,7 +207,7 @@ class RunCopies:
                     break
                 *lines, unread = (unread + content).split(b"\n")
                 for line in lines:
-                    report = msgspec.json.decode(line, type=CopyReport)
+                    report = decode_json(line, CopyReport)
                     if report.location:
                         done.add(report.location)
                         failed = failed or bool(report.fact)

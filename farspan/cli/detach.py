@@ -18,6 +18,7 @@ import msgspec
 from farspan.app import jobs
 from farspan.cli.console import Console
 from farspan.cli.paint import text_width
+from farspan.domain.decoding import convert_value
 from farspan.domain.escapes import shell_word
 from farspan.domain.interpreter import module_command
 from farspan.domain.own_files import open_own
@@ -142,7 +143,7 @@ def _answer_ended_job(
     if "problem" not in result:
         console.answer(result)
         return
-    problem = msgspec.convert(result["problem"], Problem)
+    problem = convert_value(result["problem"], Problem)
     if problem.code == "interrupted" and not run.plan.exists():
         raise KeyboardInterrupt  # Its own words are not those of this command.
     raise Refusal.of(problem)

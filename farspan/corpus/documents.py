@@ -15,6 +15,7 @@ import zstandard
 
 from farspan.corpus.outline import Sections
 from farspan.domain.corpus import Document, make_encodable
+from farspan.domain.decoding import json_decoder
 from farspan.domain.own_files import open_own
 
 #: Longer documents are cut in parts: memory stays flat, and one big file still has a train and a
@@ -157,7 +158,7 @@ def open_zst(path: Path) -> io.BufferedReader:
 
 def read_lines(path: Path) -> Iterator[Document]:
     """Yield the documents that `write_documents` wrote."""
-    decoder = msgspec.json.Decoder(Document)
+    decoder = json_decoder(Document)
     with open_zst(path) as lines:
         for line in lines:
             yield decoder.decode(line)

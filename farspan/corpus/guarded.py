@@ -24,6 +24,7 @@ from farspan.corpus.processes import (
 )
 from farspan.corpus.reading import ReadOptions, UnreadableFile, first_words
 from farspan.domain.corpus import Document, Skipped, make_encodable
+from farspan.domain.decoding import decode_msgpack
 
 #: Gives the documents of a file; None says that it goes on, as between pages. It is given the
 #: options too, where there are some.
@@ -81,7 +82,7 @@ class GuardedReader:
         try:
             channel.send(msgspec.msgpack.encode(request))
             while not is_whole:
-                batch = msgspec.msgpack.decode(channel.receive(), type=_Batch)
+                batch = decode_msgpack(channel.receive(), _Batch)
                 yield from batch.documents
                 yield from batch.skipped
                 is_whole = batch.ended
@@ -116,7 +117,7 @@ def _serve_requests(channel: ProcessChannel, memory_bytes: int, cpu_s: int) -> N
     limit_memory(memory_bytes)
     while True:
         try:
-            request = msgspec.msgpack.decode(channel.receive(), type=_Request)
+            request = decode_msgpack(channel.receive(), _Request)
         except (EOFError, OSError):
             return
         end = _Batch(ended=True)

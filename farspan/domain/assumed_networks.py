@@ -10,6 +10,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
+from farspan.domain.decoding import decode_yaml
 from farspan.domain.units import parse_rate, parse_seconds
 
 
@@ -51,7 +52,7 @@ UNKNOWN_LINK = AssumedNetwork(rate=1e9 / 8, least=0.1e9 / 8, most=10e9 / 8, rtt_
 def load_machines() -> dict[str, Machine]:
     """Every machine of `catalog/machines.yaml`, by its name."""
     text = resources.files("farspan.catalog").joinpath("machines.yaml").read_bytes()
-    return msgspec.yaml.decode(text, type=dict[str, Machine])
+    return decode_yaml(text, dict[str, Machine])
 
 
 def known_network(kinds: Sequence[str], joined: Sequence[str]) -> AssumedNetwork | None:

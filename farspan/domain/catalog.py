@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from farspan.domain.cluster import DataSheet, Device, DType, Flops, Interconnect
+from farspan.domain.decoding import decode_yaml
 from farspan.domain.units import parse_bytes, parse_rate
 
 
@@ -90,7 +91,7 @@ class CatalogDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 def load_devices() -> dict[str, CatalogDevice]:
     """Every device kind of `catalog/devices.yaml`, by its short name."""
     text = resources.files("farspan.catalog").joinpath("devices.yaml").read_bytes()
-    return msgspec.yaml.decode(text, type=dict[str, CatalogDevice])
+    return decode_yaml(text, dict[str, CatalogDevice])
 
 
 def find_kind(device_name: str) -> str | None:
@@ -142,7 +143,7 @@ class RingShare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 def load_interconnects() -> dict[str, RingShare]:
     """Every interconnect of `catalog/interconnects.yaml`, by its short name."""
     text = resources.files("farspan.catalog").joinpath("interconnects.yaml").read_bytes()
-    return msgspec.yaml.decode(text, type=dict[str, RingShare])
+    return decode_yaml(text, dict[str, RingShare])
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from typing import Annotated
 
 import msgspec
 
+from farspan.domain.decoding import decode_json
 from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.struct_files import parse_json, save
 
@@ -92,7 +93,7 @@ def read_own_claim() -> Claim | None:
     if not path:
         return None
     with suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode(Path(path).expanduser().read_bytes(), type=Claim)
+        return decode_json(Path(path).expanduser().read_bytes(), Claim)
     return None
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from farspan.domain.cost import Estimate
+from farspan.domain.decoding import json_decoder
 from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.units import counted, format_bytes, format_seconds
@@ -264,7 +265,7 @@ def decode_events(lines: Iterable[bytes], where: object) -> Iterator[Event]:
 
     Raises Refusal (file-unreadable).
     """
-    decoder = msgspec.json.Decoder(Event)
+    decoder = json_decoder(Event)
     for line in lines:
         try:
             yield decoder.decode(line)

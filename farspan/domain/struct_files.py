@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, ge
 
 import msgspec
 
+from farspan.domain.decoding import convert_value, decode_json
 from farspan.domain.escapes import key_word, shell_line, shell_word
 from farspan.domain.own_files import open_own
 from farspan.domain.problems import Refusal
@@ -129,7 +130,7 @@ def parse_json(content: bytes, kind: type[T], where: object) -> T:
     if _JSON_NUL.search(content):
         raise _malformed(where, "JSON", ValueError(_NUL))
     try:
-        return msgspec.json.decode(content, type=kind)
+        return decode_json(content, kind)
     except msgspec.ValidationError as error:
         raise _refusal(error, kind, str(where), "") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -150,7 +151,7 @@ def convert(value: Any, kind: type[T], where: str, text: str = "") -> T:
     """Strictly convert plain values to `kind`; refusals name `where`, and the line in `text` that
     they came from."""
     try:
-        return msgspec.convert({} if value is None else value, type=kind)
+        return convert_value({} if value is None else value, kind)
     except msgspec.ValidationError as error:
         raise _refusal(error, kind, where, text) from None
     except RecursionError as error:

@@ -20,6 +20,7 @@ import msgspec
 from farspan._version import __version__
 from farspan.domain.cluster import Host
 from farspan.domain.clusterfile import REMOTE_FOLDER
+from farspan.domain.decoding import convert_value
 from farspan.domain.escapes import shell_word
 from farspan.domain.gpus import Nvidia
 from farspan.domain.problems import Problem, Refusal
@@ -177,7 +178,7 @@ def _install(base: _Base, source: WheelSource, report: Report) -> dict[str, Any]
     host = agent.host
     python = _choose_python(host, agent.ask("list_pythons", deadline_s=READ_TIMEOUT_S)["pythons"])
     with Agent(host) as facts:
-        nvidia = msgspec.convert(facts.ask("facts")["nvidia"], Nvidia)
+        nvidia = convert_value(facts.ask("facts")["nvidia"], Nvidia)
     build = torch_build(host, nvidia, base.survey["system"])
     _require_space(base, CUDA_DISK_BYTES if build.startswith("cu") else CPU_DISK_BYTES)
     _claim(base)

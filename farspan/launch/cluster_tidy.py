@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from farspan.domain.cluster import Host
+from farspan.domain.decoding import convert_value
 from farspan.domain.escapes import shell_word
 from farspan.domain.gpus import Nvidia
 from farspan.domain.problems import Problem, Refusal
@@ -88,7 +89,7 @@ def examine_host(host: Host) -> HostState:
     with Agent(host, "setup_agent.py") as agent:
         survey = agent.ask("look", base=environment_folder(host), deadline_s=FILES_TIMEOUT_S)
     with Agent(host) as agent:
-        nvidia = msgspec.convert(agent.ask("facts")["nvidia"], Nvidia)
+        nvidia = convert_value(agent.ask("facts")["nvidia"], Nvidia)
     with Agent(host, "tidy_agent.py") as agent:
         runs, others, corpora_bytes = _list_runs(agent, survey["folder"])
     ready = survey["ready"] or {}

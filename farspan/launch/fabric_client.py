@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
+from farspan.domain.decoding import convert_value
 from farspan.domain.escapes import shell_line
 from farspan.domain.install import install_command
 from farspan.domain.interpreter import SAFE_PATH
@@ -93,7 +94,7 @@ class FabricProcess:
         answer = msgspec.json.decode(line)
         if "fault" in answer:
             raise self._explain_fault(answer["fault"])
-        return msgspec.convert(answer["answer"], kind)
+        return convert_value(answer["answer"], kind)
 
     def _start(self) -> subprocess.Popen[bytes]:
         program = str(resources.files("farspan.launch") / "fabric_process.py")

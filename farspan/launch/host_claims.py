@@ -20,6 +20,7 @@ from typing import Any, Literal
 import msgspec
 
 from farspan.domain.cluster import Host
+from farspan.domain.decoding import convert_value
 from farspan.domain.escapes import shell_line
 from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.run import RunFolder, RunRecord, cache_folder
@@ -96,7 +97,7 @@ class HostClaims:
         reached, _ = self._agents.reach(self._hosts)
         values = {"epoch": epoch, "holder": self._holder}
         answers = self._ask_agents(reached, "claim", **values)
-        claims = {host: msgspec.convert(answer, ClaimAnswer) for host, answer in answers.items()}
+        claims = {host: convert_value(answer, ClaimAnswer) for host, answer in answers.items()}
         refused = {host: answer for host, answer in claims.items() if not answer.claimed}
         if refused and epoch:
             host, newest = max(refused.items(), key=lambda item: item[1].epoch)

@@ -22,6 +22,7 @@ from typing import IO, Any
 import msgspec
 
 from farspan.domain.cluster import Host
+from farspan.domain.decoding import decode_json
 from farspan.domain.escapes import shell_line, shell_word
 from farspan.domain.problems import Refusal
 from farspan.launch.reach_faults import EntryFault, explain_fault
@@ -90,7 +91,7 @@ def answer_of(line: bytes, host: Host) -> dict[str, Any]:
     """Decode a process's answer, one line. Refuses a line of anything else, as of a shell
     that starts there."""
     try:
-        return msgspec.json.decode(line, type=dict[str, Any])
+        return decode_json(line, dict[str, Any])
     except msgspec.DecodeError:
         printed = line.decode(errors="replace").strip()
         raise Refusal(

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 import msgspec
 
 from farspan.domain.cluster import Cluster, Host
+from farspan.domain.decoding import convert_value
 from farspan.domain.gpus import Nvidia, Wheel
 from farspan.domain.problems import Problem, Refusal
 from farspan.launch.agent import IMPORT_S
@@ -84,11 +85,11 @@ def examine_cluster(cluster: Cluster, *, streams: Sequence[int]) -> Examination:
 
 def facts_of(agent: Agent) -> HostFacts:
     """Return a host's report of itself and, where it has GPUs, its PyTorch's report of them."""
-    facts = msgspec.convert(agent.ask("facts"), HostFacts)
+    facts = convert_value(agent.ask("facts"), HostFacts)
     if not facts.nvidia.gpus:
         return facts
     answer = agent.ask("wheel", deadline_s=IMPORT_S + 10)
-    wheel = msgspec.convert(answer["wheel"], Wheel | None)
+    wheel = convert_value(answer["wheel"], Wheel | None)
     return msgspec.structs.replace(facts, wheel=wheel)
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from farspan.domain.cgroup_limits import CgroupLimit
 from farspan.domain.cluster import Cluster, Host
+from farspan.domain.decoding import convert_value, decode_json
 from farspan.domain.device_report import DeviceReport
 from farspan.domain.gpus import Nvidia, Wheel, judge_gpus
 from farspan.domain.interpreter import module_command
@@ -136,8 +137,8 @@ class Probe:
         reply = answer_of(line, self._host)
         self._peak = max(self._peak, int(reply.get("peak", 0)))
         if "problem" in reply:
-            raise Refusal.of(msgspec.convert(reply["problem"], Problem))
-        return msgspec.convert(reply["answer"], kind, strict=False)
+            raise Refusal.of(convert_value(reply["problem"], Problem))
+        return convert_value(reply["answer"], kind, strict=False)
 
     def _explain_end(self, late: bool) -> Refusal:
         """Return why there is no answer: killed by the kernel, with what limit and peak there were,
@@ -175,7 +176,7 @@ class Probe:
             done = subprocess.run(
                 words, stdin=subprocess.DEVNULL, capture_output=True, timeout=CAPS_TIMEOUT_S
             )
-            cap = msgspec.json.decode(done.stdout, type=CgroupLimit | None)
+            cap = decode_json(done.stdout, CgroupLimit | None)
         limits = []
         peak = self._peak
         if self._device is not None:
@@ -202,7 +203,7 @@ def check_gpus(backend: str) -> tuple[str, ...]:
     """
     if backend not in ("auto", "cuda"):
         return ()
-    listed = msgspec.convert(nvidia(), Nvidia)
+    listed = convert_value(nvidia(), Nvidia)
     if not listed.gpus and not listed.failure:
         return ()
     with Probe() as probe:

@@ -27,6 +27,7 @@ import msgspec
 import ray
 
 from farspan.domain.cluster import GIVEN_GPU_VARIABLE
+from farspan.domain.decoding import convert_value, decode_json
 from farspan.domain.escapes import shell_word
 from farspan.domain.gpus import Gpu, Nvidia, is_kind
 from farspan.domain.interpreter import module_command
@@ -318,7 +319,7 @@ def _list_cards(nodes: list[str]) -> dict[str, tuple[Gpu, ...]]:
     cards = {}
     for node, answer in pending.items():
         try:
-            cards[node] = msgspec.convert(ray.get(answer, timeout=0.1), Nvidia).gpus
+            cards[node] = convert_value(ray.get(answer, timeout=0.1), Nvidia).gpus
         except ray.exceptions.RayError:
             continue
     return cards
@@ -334,7 +335,7 @@ def main() -> int:
     secret = first_line().strip()
     requests = Requests()
     follow_input(stop=requests.stop_on_stdin, ended=requests.stop_on_stdin)
-    job = msgspec.json.decode(sys.argv[1], type=Job)
+    job = decode_json(sys.argv[1], Job)
     problem = None
     exits = list[WorkerExit]()
     try:

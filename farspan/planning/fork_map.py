@@ -12,6 +12,8 @@ from typing import TypeVar
 
 import msgspec
 
+from farspan.domain.decoding import decode_msgpack
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -44,12 +46,12 @@ def fork_map(work: Callable[[T], R], items: Sequence[T], processes: int, kind: t
                 content = pipe.read()
             os.waitpid(child, 0)
             with contextlib.suppress(msgspec.DecodeError):
-                done |= msgspec.msgpack.decode(content, type=dict[int, bytes])
+                done |= decode_msgpack(content, dict[int, bytes])
         os.close(tickets)
     for place, item in enumerate(items):
         if place not in done:
             done[place] = msgspec.msgpack.encode(work(item))
-    return [msgspec.msgpack.decode(done[place], type=kind) for place in range(count)]
+    return [decode_msgpack(done[place], kind) for place in range(count)]
 
 
 def _work_on_tickets(work: Callable[[T], R], items: Sequence[T], tickets: int) -> dict[int, bytes]:

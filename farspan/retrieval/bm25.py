@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from farspan.domain.decoding import decode_json
 from farspan.domain.own_files import open_own
 
 #: What BM25 is where nothing was chosen [fitted: within .01 of the best on three corpora of
@@ -92,9 +93,7 @@ class BM25Index:
         starts, documents, scores = (
             np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS
         )
-        words, count = msgspec.json.decode(
-            (folder / _WORDS).read_bytes(), type=tuple[dict[str, int], int]
-        )
+        words, count = decode_json((folder / _WORDS).read_bytes(), tuple[dict[str, int], int])
         ordered = (
             len(starts) > 0
             and starts[0] == 0

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from farspan.domain.corpus import Document, Place
+from farspan.domain.decoding import decode_json, json_decoder
 from farspan.domain.escapes import shell_word
 from farspan.domain.index_folder import INDEX_CONFIG
 from farspan.domain.own_files import open_own
@@ -155,7 +156,7 @@ class Passages:
     @cached_property
     def documents(self) -> list[IndexedDocument]:
         try:
-            lines = msgspec.json.Decoder(IndexedDocument).decode_lines(
+            lines = json_decoder(IndexedDocument).decode_lines(
                 (self._folder / _DOCUMENTS).read_bytes()
             )
         except (OSError, ValueError, msgspec.MsgspecError) as error:
@@ -175,7 +176,7 @@ class Passages:
         start = int(self.rows_N["byte"][row])
         stop = int(self.rows_N["byte"][row + 1]) if row + 1 < len(self.rows_N) else self._size
         try:
-            chunk = msgspec.json.decode(self._bytes[start:stop], type=Chunk)
+            chunk = decode_json(self._bytes[start:stop], Chunk)
         except (ValueError, msgspec.MsgspecError) as error:
             raise Damaged(self._index, f"{_CHUNKS}, byte {start}: {error}") from None
         if chunk.document != self.rows_N["document"][row]:

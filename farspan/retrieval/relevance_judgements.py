@@ -16,6 +16,7 @@ import msgspec
 
 from farspan.corpus.distinct_texts import Copies
 from farspan.domain.corpus import Document, Place
+from farspan.domain.decoding import decode_json
 from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal
 from farspan.domain.suggest import advise
@@ -41,7 +42,7 @@ def read_judged(
     texts: dict[str, str] = {}
     for number, line in _read_lines(queries):
         try:
-            record = msgspec.json.decode(line, type=_Line)
+            record = decode_json(line, _Line)
         except msgspec.MsgspecError as error:
             raise _refuse_line(
                 queries, number, str(error), '{"_id": "q1", "text": "..."}'

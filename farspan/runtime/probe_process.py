@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
+from farspan.domain.decoding import json_decoder
 from farspan.domain.probe_requests import (
     AllReduceQuery,
     DescribeQuery,
@@ -185,7 +186,7 @@ def answer(request: Query) -> object:
 
 def main() -> None:
     keep_compiled_code()
-    decoder = msgspec.json.Decoder(Query)
+    decoder = json_decoder(Query)
     for line in sys.stdin.buffer:
         reply: dict[str, object]
         try:

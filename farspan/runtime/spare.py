@@ -14,9 +14,8 @@ import signal
 import sys
 from pathlib import Path
 
-import msgspec
-
 from farspan.domain.cluster import TAKEN
+from farspan.domain.decoding import decode_json
 from farspan.domain.own_files import open_own
 from farspan.domain.run import SPARE_ASKED, SPARE_READY, SpareTask
 from farspan.domain.standard_input import first_line
@@ -38,7 +37,7 @@ def main() -> int:
         line = first_line()
     if not line:
         return 0
-    task = msgspec.json.decode(line, type=SpareTask)
+    task = decode_json(line, SpareTask)
     # A worker whose launcher is gone saves before it ends.
     _signal_at_parents_end(0)
     with open_own(Path(task.log), "ab", private=True) as log:

@@ -21,6 +21,7 @@ from farspan.app.clusters import exclusive_launcher
 from farspan.domain.cluster import Cluster
 from farspan.domain.cluster_json import load_cluster_json, save_cluster_json
 from farspan.domain.corpus import CorpusManifest
+from farspan.domain.decoding import decode_json
 from farspan.domain.engine import load_engine
 from farspan.domain.escapes import shell_word
 from farspan.domain.model import count_parameters
@@ -77,7 +78,7 @@ class Results:
             return []
         lines = self.path.read_bytes().split(b"\n")[:-1]
         try:
-            return latest(msgspec.json.decode(line, type=Row) for line in lines)
+            return latest(decode_json(line, Row) for line in lines)
         except msgspec.DecodeError as error:
             raise Refusal(
                 "version-mismatch",

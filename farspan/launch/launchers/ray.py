@@ -23,6 +23,7 @@ import msgspec
 from farspan.domain import catalog
 from farspan.domain.cluster import Cluster, DataSheet, Device, Host, Site
 from farspan.domain.clusterfile import REMOTE_FOLDER
+from farspan.domain.decoding import decode_json
 from farspan.domain.escapes import shell_word
 from farspan.domain.gpus import Gpu
 from farspan.domain.install import install_command_there
@@ -103,7 +104,7 @@ def read_cluster(where: str) -> Cluster:
         printed = done.stderr.decode(errors="replace").strip().splitlines()
         raise _unusable_cluster(where, printed[-1] if printed else "no message")
     hosts = dict[str, list[Host]]()
-    for node in msgspec.json.decode(done.stdout, type=list[Node]):
+    for node in decode_json(done.stdout, list[Node]):
         hosts.setdefault(node.site, []).append(_host_of_node(node))
     sites = [Site(name=name, hosts=tuple(members)) for name, members in hosts.items()]
     return Cluster(sites=tuple(sites))

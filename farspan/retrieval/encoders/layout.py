@@ -11,6 +11,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from farspan.domain.decoding import convert_value, decode_json
 from farspan.domain.problems import Refusal
 from farspan.retrieval.encoders.tensors import another_encoder, missing_file, unreadable
 
@@ -267,7 +268,7 @@ def _read_pooling(folder: Path, path: str) -> Pooling:
         given = config.pooling_mode
         modes = [given] if isinstance(given, str) else given
     try:
-        known = msgspec.convert(modes, tuple[PoolingMode, ...])
+        known = convert_value(modes, tuple[PoolingMode, ...])
     except msgspec.ValidationError as error:
         raise unreadable(file, f"pooling_mode: {error}") from None
     if not known:
@@ -301,7 +302,7 @@ def read_json(path: Path, kind: type[T]) -> T:
     except OSError as error:
         raise unreadable(path, str(error)) from None
     try:
-        return msgspec.json.decode(content, type=kind)
+        return decode_json(content, kind)
     except (msgspec.DecodeError, RecursionError) as error:
         raise unreadable(path, str(error)) from None
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from farspan.domain.decoding import decode_json
 from farspan.retrieval.hybrid_ranking import System
 from farspan.retrieval.search import Answer
 from farspan.retrieval.serve.server_info import find_server
@@ -51,7 +52,7 @@ def ask(
     try:
         request.data = msgspec.json.encode(form)
         with opener.open(request, timeout=SERVER_ANSWER_S) as answer:
-            return msgspec.json.decode(answer.read(_MOST_BYTES), type=Answer)
+            return decode_json(answer.read(_MOST_BYTES), Answer)
     except (OSError, ValueError, msgspec.MsgspecError):
         # Also a refusal: what is wrong with the search is found again, and a full queue is no
         # reason not to search.

@@ -15,6 +15,7 @@ import faiss
 import msgspec
 import numpy as np
 
+from farspan.domain.decoding import decode_msgpack
 from farspan.domain.own_files import open_own
 from farspan.retrieval.stores import Ids, StoreLocation, Vectors
 from farspan.retrieval.stores._common import CheckedStore, Fields, missing, refuse_location
@@ -156,7 +157,7 @@ def open(place: StoreLocation) -> FaissStore:
     refuse_location(place, "faiss")
     if not (place.folder / _ROWS).exists():
         raise missing(place.folder, f"{_ROWS} is missing")
-    rows = msgspec.msgpack.decode((place.folder / _ROWS).read_bytes(), type=_Rows)
+    rows = decode_msgpack((place.folder / _ROWS).read_bytes(), _Rows)
     return FaissStore(place, faiss.read_index(str(place.folder / _VECTORS)), rows)
 
 

@@ -19,6 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from farspan.domain.decoding import decode_json
 from farspan.domain.run import SURVIVOR_WRITE_S, SURVIVORS_FOLDER
 from farspan.domain.struct_files import write_atomically
 from farspan.runtime.checkpoint import checkpoint_folder
@@ -182,7 +183,7 @@ class _Survivors:
         agreed = self._folder / f"{self._prefix}agreed"
         with suppress(FileExistsError):
             agreed.hardlink_to(own)
-        return msgspec.json.decode(agreed.read_bytes(), type=dict[int, int])
+        return decode_json(agreed.read_bytes(), dict[int, int])
 
     def _read_steps(self, expected: Collection[int]) -> dict[int, int]:
         steps = {}

@@ -13,6 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from farspan.domain.decoding import decode_json
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.run import SURVIVORS_FOLDER
@@ -65,7 +66,7 @@ def restore(
         problem = group.broadcast_text(problem)
         if not problem:
             content = group.broadcast_bytes(content)
-            name, state = msgspec.json.decode(content, type=tuple[str, TrainerState])
+            name, state = decode_json(content, tuple[str, TrainerState])
             reader = _Reader(executor, near, group)
             problem = reader.take(folder / name, manifest)
             if not problem:

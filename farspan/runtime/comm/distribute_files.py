@@ -23,6 +23,7 @@ import psutil
 
 from farspan.corpus import find_prepared, token_files
 from farspan.domain.corpus import TOKEN_FILES, CorpusManifest
+from farspan.domain.decoding import decode_json
 from farspan.domain.file_transfer import Unexpected, receive_files, send_files
 from farspan.domain.own_files import open_own, refuse_link
 from farspan.domain.plan import Plan
@@ -98,7 +99,7 @@ def _send_to_all(notices: Notices, world: int, run: RunFolder) -> None:
 
 def _fetch_missing(notices: Notices, rank: int, run: RunFolder) -> None:
     (content,) = notices.wait([OFFER])
-    offer = msgspec.json.decode(content, type=ShipmentOffer)
+    offer = decode_json(content, ShipmentOffer)
     run.make()
     with open_own(run.fetch_lock, "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
