@@ -51,7 +51,7 @@ def reasons(plan: Plan) -> list[str]:
             f"it has no {model.family} model{' with biases' if model.family == 'llama' else ''}, "
             "only a Llama"
         )
-    elif model.rope_scaling is not None or model.head_size is not None:
+    elif model.rope_scaling or model.head_size:
         reasons.append("scaled rotary positions and heads of another size are not translated")
     if train.precision == "fp16":
         reasons.append("it trains in bfloat16 or float32, not in fp16")

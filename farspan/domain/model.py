@@ -51,28 +51,29 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     rope_theta: float = 10_000.0
     #: Rows of the position table beyond `context` (OPT keeps 2 for padding).
     extra_positions: int = 0
-    #: Size of a head, where it is not d_model / heads.
-    head_size: int | None = None
+    #: Size of a head, where it is not d_model / heads. From here on a knob is unset, not None or
+    #: False, where it does nothing: plans of before are known by the same hashes.
+    head_size: int | msgspec.UnsetType = msgspec.UNSET
     #: q, k and v have biases where the other matrices have none.
-    qkv_bias: bool = False
+    qkv_bias: bool | msgspec.UnsetType = msgspec.UNSET
     #: Each head of q and k goes through RMSNorm before positions.
-    qk_norm: bool = False
+    qk_norm: bool | msgspec.UnsetType = msgspec.UNSET
     #: Dims of each head that rotate, where not all do.
-    rotary_dims: int | None = None
-    rope_scaling: RopeScaling | None = None
+    rotary_dims: int | msgspec.UnsetType = msgspec.UNSET
+    rope_scaling: RopeScaling | msgspec.UnsetType = msgspec.UNSET
     #: Attention and MLP read the same residual stream, and both are added to it.
-    parallel_residual: bool = False
+    parallel_residual: bool | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         for name in ("layers", "d_model", "heads", "kv_heads", "d_ff", "vocab_size", "context"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.head_size is not None and self.head_size < 1:
-            raise ValueError(f"head_size must be at least 1, got {self.head_size}")
-        if self.head_size is None and self.d_model % self.heads:
+        if self.head_size is msgspec.UNSET and self.d_model % self.heads:
             raise ValueError(f"d_model {self.d_model} is not a multiple of heads {self.heads}")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+        if self.head_dim < 1:
+            raise ValueError(f"head_size must be at least 1, got {self.head_dim}")
         if self.positions == "rope" and self.turned_dims % 2:
             raise ValueError(f"rotary positions need an even head size, got {self.turned_dims}")
         if not 0 < self.turned_dims <= self.head_dim:
@@ -83,12 +84,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def head_dim(self) -> int:
-        return self.d_model // self.heads if self.head_size is None else self.head_size
+        if isinstance(self.head_size, msgspec.UnsetType):
+            return self.d_model // self.heads
+        return self.head_size
 
     @property
     def turned_dims(self) -> int:
         """Dims of each head that rotary positions turn."""
-        return self.head_dim if self.rotary_dims is None else self.rotary_dims
+        if isinstance(self.rotary_dims, msgspec.UnsetType):
+            return self.head_dim
+        return self.rotary_dims
 
 
 def matmul_parameters(spec: ModelSpec) -> int:

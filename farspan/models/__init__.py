@@ -9,6 +9,8 @@ import pkgutil
 from pathlib import Path
 from typing import Protocol, cast
 
+import msgspec
+
 from farspan.domain.graph import OpGraph
 from farspan.domain.model import ModelSpec
 from farspan.domain.problems import Refusal
@@ -56,6 +58,8 @@ class Family(Protocol):
     ARCHITECTURES: tuple[str, ...]
     #: The class of transformers that loads an exported tokenizer.
     TOKENIZER_CLASS: str
+    #: llama.cpp's name of the architecture; None where it has none.
+    GGUF: str | None
     PREFIX: str
     #: The module of an untied head.
     HEAD: str
@@ -90,10 +94,10 @@ def families() -> tuple[str, ...]:
     return tuple(name for name in modules if not name.startswith("_"))
 
 
-def family(name: str) -> Family:
-    """Import the family file of that name."""
+def family(name: str, where: str = "run.yaml") -> Family:
+    """Import the family file of that name, which `where` gives."""
     if name not in families():
-        raise _refuse_name("model family", "model.family", name, families())
+        raise _refuse_name("model family", "model.family", name, families(), where)
     return cast(Family, importlib.import_module(f"{__name__}.{name}"))
 
 
@@ -155,7 +159,7 @@ def _check_sizes(spec: ModelSpec) -> None:
     """Raise ValueError for a size that no model has: it would be built before it is missed."""
     for name, most in MAX_SIZES.items():
         size = getattr(spec, name)
-        if size is None and name in OPTIONAL_SIZES:
+        if size is msgspec.UNSET and name in OPTIONAL_SIZES:
             continue
         if not isinstance(size, int) or isinstance(size, bool):
             raise ValueError(f"{name} is {str(size)[:100]}, not a whole number")
@@ -167,6 +171,8 @@ def _check_sizes(spec: ModelSpec) -> None:
             raise ValueError(f"{name} is {str(value)[:100]}, not a number above 0")
     for name in ("bias", "tied", "parallel_residual"):
         value = getattr(spec, name)
+        if value is msgspec.UNSET and name == "parallel_residual":
+            continue
         if not isinstance(value, bool):
             raise ValueError(f"{name} is {str(value)[:100]}, neither true nor false")
 
@@ -186,11 +192,13 @@ def graph(spec: ModelSpec) -> OpGraph:
     return family(spec.family).graph(spec)
 
 
-def _refuse_name(kind: str, key: str, name: str, known: tuple[str, ...]) -> Refusal:
+def _refuse_name(
+    kind: str, key: str, name: str, known: tuple[str, ...], where: str = "run.yaml"
+) -> Refusal:
     return Refusal(
         "out-of-range",
         what=f"there is no {kind} {name!r}",
-        where=f"run.yaml, key {key}",
+        where=f"{where}, key {key}",
         fact=known_names(name, known),
         remedy=advise(name, known),
         key=key,

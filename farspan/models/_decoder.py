@@ -79,7 +79,7 @@ def _block(spec: ModelSpec) -> tuple[Operator, ...]:
         _linear(spec, "attn.out", "bsnr,dnr->bsd", bias="d", divisible="n"),
     )
     transform = (
-        _norm(spec, "mlp_norm", is_input_kept=spec.parallel_residual),
+        _norm(spec, "mlp_norm", is_input_kept=bool(spec.parallel_residual)),
         _linear(spec, "mlp.up", "bsd,wfd->bsfw", bias="wf", divisible="f"),
         activation,
         _linear(spec, "mlp.down", "bsf,df->bsd", bias="d", divisible="f"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from farspan.domain.model import ModelSpec, RopeScaling
 from farspan.models._family import (
     Config,
@@ -91,16 +93,16 @@ def write_config(spec: ModelSpec, architecture: str, model_type: str) -> Config:
         "rope_parameters": rope,
         "tie_word_embeddings": spec.tied,
     }
-    if spec.rope_scaling is not None:
+    if spec.rope_scaling:
         config["rope_scaling"] = rope  # As transformers before 5 and other readers name it.
     return config
 
 
 def read_spec(
-    config: Config, family: str, *, head_size: int | None = None, **knobs: Any
+    config: Config, family: str, *, default_head_size: int | None = None, **knobs: Any
 ) -> ModelSpec:
     """Read the spec of a config.json, with `knobs` in addition; a Refusal names what farspan does
-    not compute. `head_size` is what the family takes where none is given."""
+    not compute. `default_head_size` is what the family takes where none is given."""
     require_value(config, "hidden_act", ("silu", "swish"))
     require_value(config, "partial_rotary_factor", (1.0,))
     d_model = require_key(config, "hidden_size")
@@ -110,9 +112,9 @@ def read_spec(
     kv_heads = config.get("num_key_value_heads") or heads
     d_ff = require_key(config, "intermediate_size")
     vocab_size = require_key(config, "vocab_size")
-    head_size = config.get("head_dim") or head_size
-    if head_size is not None and head_size * heads == d_model:
-        head_size = None
+    head_size = config.get("head_dim") or default_head_size
+    if head_size is None or head_size * heads == d_model:
+        head_size = msgspec.UNSET
     rope_theta, rope_scaling = read_rope(config)
     tied = config.get("tie_word_embeddings", False)
     norm_eps = config.get("rms_norm_eps", 1e-6)
@@ -157,7 +159,7 @@ def map_tensors(spec: ModelSpec) -> tuple[TensorMap, ...]:
 #   ------------------------------------------------------------------------------------------------
 
 
-def read_rope(config: Config) -> tuple[float, RopeScaling | None]:
+def read_rope(config: Config) -> tuple[float, RopeScaling | msgspec.UnsetType]:
     """Return the base of the rotary angles and their scaling: of `rope_parameters` since
     transformers 5, of `rope_theta` and `rope_scaling` before."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -165,7 +167,7 @@ def read_rope(config: Config) -> tuple[float, RopeScaling | None]:
     theta = 10_000.0 if theta is None else float(theta)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
-        return theta, None
+        return theta, msgspec.UNSET
     if kind != "llama3":
         raise refuse_unsupported("rope_type", kind, "rope_type in ['default', 'llama3']")
     original = rope.get(
@@ -185,7 +187,7 @@ def read_rope(config: Config) -> tuple[float, RopeScaling | None]:
 def write_rope(spec: ModelSpec) -> dict[str, Any]:
     """Write rotary positions as transformers' `rope_parameters`."""
     scaling = spec.rope_scaling
-    if scaling is None:
+    if not scaling:
         return {"rope_type": "default", "rope_theta": spec.rope_theta}
     return {
         "rope_type": "llama3",

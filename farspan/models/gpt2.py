@@ -20,6 +20,7 @@ from farspan.models._family import (
 TITLE = "GPT-2"
 ARCHITECTURES = ("GPT2LMHeadModel",)
 TOKENIZER_CLASS = "AutoTokenizer"
+GGUF = "gpt2"
 #: Set before every tensor name but the head's; files saved from the bare model lack it.
 PREFIX = "transformer."
 HEAD = "lm_head"

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from farspan.domain.model import ModelSpec
 from farspan.models._decoder import graph as graph
 from farspan.models._family import (
@@ -21,6 +23,7 @@ from farspan.models._family import (
 TITLE = "GPT-NeoX"
 ARCHITECTURES = ("GPTNeoXForCausalLM",)
 TOKENIZER_CLASS = "AutoTokenizer"
+GGUF = "gptneox"
 #: Set before every tensor name but the head's; files saved from the bare model lack it.
 PREFIX = "gpt_neox."
 HEAD = "embed_out"
@@ -67,6 +70,7 @@ def shape(
         )
     head_size = d_model // heads
     turned = max(2, int(head_size * ROTARY_SHARE) // 2 * 2)
+    rotary_dims = msgspec.UNSET if turned == head_size else turned
     return ModelSpec(
         family="gpt_neox",
         layers=layers,
@@ -81,7 +85,7 @@ def shape(
         positions="rope",
         bias=True,
         tied=tied,
-        rotary_dims=None if turned == head_size else turned,
+        rotary_dims=rotary_dims,
         parallel_residual=True,
     )
 
@@ -128,7 +132,7 @@ def to_config(spec: ModelSpec) -> Config:
             "rope_theta": spec.rope_theta,
             "partial_rotary_factor": share,
         },
-        "use_parallel_residual": spec.parallel_residual,
+        "use_parallel_residual": bool(spec.parallel_residual),
         "attention_bias": spec.bias,
         "tie_word_embeddings": spec.tied,
         "attention_dropout": 0.0,
@@ -155,14 +159,14 @@ def from_config(config: Config) -> ModelSpec:
     heads = require_key(config, "num_attention_heads")
     head_size = d_model // heads
     turned = int(head_size * share)
-    rotary_dims = None if turned == head_size else turned
+    rotary_dims = msgspec.UNSET if turned == head_size else turned
     layers = require_key(config, "num_hidden_layers")
     d_ff = require_key(config, "intermediate_size")
     vocab_size = require_key(config, "vocab_size")
     context = require_key(config, "max_position_embeddings")
     tied = config.get("tie_word_embeddings", False)
     norm_eps = config.get("layer_norm_eps", 1e-5)
-    is_parallel = config.get("use_parallel_residual", True)
+    parallel_residual = config.get("use_parallel_residual", True) or msgspec.UNSET
     return ModelSpec(
         family="gpt_neox",
         layers=layers,
@@ -180,7 +184,7 @@ def from_config(config: Config) -> ModelSpec:
         norm_eps=norm_eps,
         rope_theta=rope_theta,
         rotary_dims=rotary_dims,
-        parallel_residual=is_parallel,
+        parallel_residual=parallel_residual,
     )
 
 

@@ -3,6 +3,8 @@ are the same decoder; Llama 3.1 and later scale the rotary frequencies."""
 
 from __future__ import annotations
 
+import msgspec
+
 from farspan.domain.model import ModelSpec, RopeScaling
 from farspan.models import _llama_like
 from farspan.models._decoder import graph as graph
@@ -15,6 +17,7 @@ from farspan.models._llama_like import map_tensors
 TITLE = "Llama"
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 TOKENIZER_CLASS = "AutoTokenizer"
+GGUF = "llama"
 
 
 def shape(
@@ -28,7 +31,7 @@ def shape(
     d_ff: int | None = None,
     tied: bool = True,
     rope_theta: float = 10_000.0,
-    rope_scaling: RopeScaling | None = None,
+    rope_scaling: RopeScaling | msgspec.UnsetType = msgspec.UNSET,
 ) -> ModelSpec:
     """Build a Llama of any size (`build_spec`). Embeddings are tied by default, as small models
     spend most of their parameters there. Raises ValueError where no shape fits."""

@@ -18,6 +18,7 @@ from farspan.models._family import (
 TITLE = "OPT"
 ARCHITECTURES = ("OPTForCausalLM",)
 TOKENIZER_CLASS = "AutoTokenizer"
+GGUF = None
 #: Set before every tensor name but the head's; files saved from the bare model lack it.
 PREFIX = "model."
 HEAD = "lm_head"

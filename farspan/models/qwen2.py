@@ -16,6 +16,7 @@ ARCHITECTURES = ("Qwen2ForCausalLM",)
 #: transformers' AutoTokenizer splits texts for every qwen2 by Qwen's own rule, whatever its
 #: tokenizer.json says (`MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS`).
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"
+GGUF = "qwen2"
 
 
 def shape(

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from farspan.domain.model import ModelSpec
 from farspan.models import _llama_like
 from farspan.models._decoder import graph as graph
@@ -15,6 +17,7 @@ from farspan.models._llama_like import map_tensors
 TITLE = "Qwen3"
 ARCHITECTURES = ("Qwen3ForCausalLM",)
 TOKENIZER_CLASS = "AutoTokenizer"
+GGUF = "qwen3"
 #: Where config.json gives none (transformers' `Qwen3Config`).
 DEFAULT_HEAD_SIZE = 128
 
@@ -30,7 +33,7 @@ def shape(
     d_ff: int | None = None,
     tied: bool = True,
     rope_theta: float = 1_000_000.0,
-    head_size: int | None = None,
+    head_size: int | msgspec.UnsetType = msgspec.UNSET,
 ) -> ModelSpec:
     """Build a Qwen3 of any size (`build_spec`). Raises ValueError where no shape fits."""
     return _llama_like.build_spec(
@@ -97,7 +100,7 @@ def from_config(config: Config) -> ModelSpec:
     if config.get("use_sliding_window"):
         _llama_like.require_full_attention(config, config.get("sliding_window"))
     return _llama_like.read_spec(
-        config, "qwen3", head_size=DEFAULT_HEAD_SIZE, bias=False, qk_norm=True
+        config, "qwen3", default_head_size=DEFAULT_HEAD_SIZE, bias=False, qk_norm=True
     )
 
 

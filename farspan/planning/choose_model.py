@@ -3,6 +3,7 @@ and machine."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -110,12 +111,7 @@ def _from_preset(config: RunConfig, corpus: CorpusManifest) -> ChosenModel:
         knobs.setdefault("kv_heads", knobs["heads"])
     shape = {key: getattr(base, key) for key in KNOBS} | knobs
     context = config.model.context or base.context
-    build = models.family(base.family).shape
-
-    def rebuild(**sizes: Any) -> ModelSpec:
-        return msgspec.structs.replace(build(**sizes), **kept)
-
-    kept = {key: getattr(base, key) for key in PRESET_KNOBS}
+    rebuild = functools.partial(_resize_preset, base)
     spec = _build_model(rebuild, vocab_size=corpus.vocab_size, context=context, **shape)
     preset_origin = f"run.yaml: preset {preset.name}"
     origin = {
@@ -130,6 +126,13 @@ def _from_preset(config: RunConfig, corpus: CorpusManifest) -> ChosenModel:
         too_large = "is a preset for planning: it is too large to train on most machines"
         warnings = (f"{preset.name} {too_large}",)
     return ChosenModel(model=spec, seq_len=context, origin=origin, warnings=warnings)
+
+
+def _resize_preset(base: ModelSpec, **sizes: Any) -> ModelSpec:
+    """Build a preset's family in these sizes, with what no key of run.yaml changes."""
+    spec = models.family(base.family).shape(**sizes)
+    kept = {key: getattr(base, key) for key in PRESET_KNOBS}
+    return msgspec.structs.replace(spec, **kept)
 
 
 def _from_size(

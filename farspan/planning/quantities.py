@@ -9,6 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
+from farspan import models
 from farspan.corpus.hub_models import is_hub_id
 from farspan.domain.cluster import Cluster
 from farspan.domain.config import CheckpointConfig, IndexConfig, Quantity, RunConfig
@@ -226,6 +227,8 @@ def check_quantities(config: RunConfig) -> None:
     batch = config.train.batch
     if batch.global_ is not None:
         asked_rows(batch.global_, 1)
+    if model.family is not None:
+        models.family(model.family)
     if model.path is not None and not is_hub_id(model.path):
         folder = Path(model.path).expanduser()
         if not folder.exists():

@@ -98,6 +98,7 @@ class _Reader:
         model = short.model
         if isinstance(model, str):
             model = model_of(model, "model", self.where)
+        models.family(model.family, self.where)
         asked = Question(model="", tokens="1", **asdict(short.train))
         train = train_of(asked, model, self.cluster.only(used), self.where)
         graph = models.graph(model)

@@ -132,10 +132,14 @@ def logits(
             for name, w in weights.items()
             if name.startswith(f"blocks.{i}.")
         }
+        before_BSD = x_BSD
         x_BSD = x_BSD + drop(
             _attention(block, spec, _norm(block, spec, "attn_norm", x_BSD)), 2 * i + 2
         )
-        x_BSD = x_BSD + drop(_mlp(block, spec, _norm(block, spec, "mlp_norm", x_BSD)), 2 * i + 3)
+        input_BSD = before_BSD if spec.parallel_residual else x_BSD
+        x_BSD = x_BSD + drop(
+            _mlp(block, spec, _norm(block, spec, "mlp_norm", input_BSD)), 2 * i + 3
+        )
     head = weights["tok.weight" if spec.tied else "head.weight"]
     return _norm(weights, spec, "norm", x_BSD) @ head.T
 
@@ -156,7 +160,7 @@ def _linear(weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
 
 
 def _attention(weights: Mapping[str, Tensor], spec: ModelSpec, x_BSD: Tensor) -> Tensor:
-    B, S, D = x_BSD.shape
+    B, S, _ = x_BSD.shape
     E = spec.head_dim
     group = spec.heads // spec.kv_heads
     sizes = [spec.heads * E, spec.kv_heads * E, spec.kv_heads * E]
@@ -164,6 +168,9 @@ def _attention(weights: Mapping[str, Tensor], spec: ModelSpec, x_BSD: Tensor) ->
         t.view(B, S, -1, E).transpose(1, 2)
         for t in _linear(weights, "attn.qkv", x_BSD).split(sizes, dim=-1)
     )
+    if spec.qk_norm:
+        q = _norm(weights, spec, "attn.q_norm", q)
+        k = _norm(weights, spec, "attn.k_norm", k)
     if spec.positions == "rope":
         q = _rotated(q, spec)
         k = _rotated(k, spec)
@@ -172,17 +179,19 @@ def _attention(weights: Mapping[str, Tensor], spec: ModelSpec, x_BSD: Tensor) ->
     scores_BHSS = q @ k.transpose(2, 3) / math.sqrt(E)
     scores_BHSS = scores_BHSS.masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -math.inf)
     y_BHSE = scores_BHSS.softmax(-1) @ v
-    return _linear(weights, "attn.out", y_BHSE.transpose(1, 2).reshape(B, S, D))
+    return _linear(weights, "attn.out", y_BHSE.transpose(1, 2).reshape(B, S, -1))
 
 
 def _rotated(x_BHSE: Tensor, spec: ModelSpec) -> Tensor:
-    """Pairs of the two halves of a head as complex numbers, turned by position."""
-    S, E = x_BHSE.shape[2:]
+    """Pairs of the two halves of a head's first dims as complex numbers, turned by position."""
+    S = x_BHSE.shape[2]
+    R = spec.rotary_dims or spec.head_dim
     turn = torch.outer(
-        torch.arange(S).double(), spec.rope_theta ** (-torch.arange(0, E, 2).double() / E)
+        torch.arange(S).double(), spec.rope_theta ** (-torch.arange(0, R, 2).double() / R)
     )
-    x = torch.complex(*x_BHSE.chunk(2, -1)) * torch.polar(torch.ones_like(turn), turn)
-    return torch.cat((x.real, x.imag), -1)
+    halves = x_BHSE[..., : R // 2].contiguous(), x_BHSE[..., R // 2 : R].contiguous()
+    x = torch.complex(*halves) * torch.polar(torch.ones_like(turn), turn)
+    return torch.cat((x.real, x.imag, x_BHSE[..., R:]), -1)
 
 
 def _mlp(weights: Mapping[str, Tensor], spec: ModelSpec, x: Tensor) -> Tensor:
@@ -190,11 +199,10 @@ def _mlp(weights: Mapping[str, Tensor], spec: ModelSpec, x: Tensor) -> Tensor:
     if spec.activation == "swiglu":
         gate, value = h.chunk(2, -1)
         return _linear(weights, "mlp.down", F.silu(gate) * value)
-    return _linear(
-        weights,
-        "mlp.down",
-        F.relu(h) if spec.activation == "relu" else F.gelu(h, approximate="tanh"),
-    )
+    if spec.activation == "relu":
+        return _linear(weights, "mlp.down", F.relu(h))
+    approximate = "none" if spec.activation == "gelu" else "tanh"
+    return _linear(weights, "mlp.down", F.gelu(h, approximate=approximate))
 
 
 def mean_loss(

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from farspan import models
 from farspan.domain.cluster import Cluster, DataSheet, Device, Host, Link, Site
 from farspan.domain.engine import load_engine
+from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Plan
 from farspan.domain.train import Muon, Regularization
 from farspan.estimate.estimate_plan import estimate
@@ -26,7 +27,7 @@ from tests.runtime import jobs
 from tests.runtime.fleet import Fleet
 from tests.runtime.planned import planned, structure
 from tests.runtime.plans import HAND_PICKED
-from tests.runtime.random_plans import random_plan
+from tests.runtime.random_plans import LATER_MODELS, random_plan
 from tests.runtime.verify import Case, verify
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -93,6 +94,9 @@ REGULARIZED_KEPT = (
 )
 PLANNED = 10
 RANDOM = 60
+#: Plans of later families: of all of them, and one that divides data and operators.
+LATER = 20
+LATER_SEED = 55
 
 
 @functools.cache
@@ -177,6 +181,21 @@ def test_a_plan_whose_operators_divide_the_rows_of_every_microbatch_computes_the
 @pytest.mark.parametrize("seed", range(RANDOM))
 def test_a_random_plan_computes_what_one_process_would(fleet: Fleet, folder: Path, seed: int):
     assert not verify(fleet, folder, random_plan(seed)).faults
+
+
+@pytest.mark.parametrize("model", LATER_MODELS, ids=lambda model: model.family)
+def test_a_random_plan_of_a_later_family_computes_what_one_process_would(
+    fleet: Fleet, folder: Path, model: ModelSpec
+):
+    assert not verify(fleet, folder, random_plan(LATER_SEED, [model])).faults
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(LATER))
+def test_random_plans_of_later_families_compute_what_one_process_would(
+    fleet: Fleet, folder: Path, seed: int
+):
+    assert not verify(fleet, folder, random_plan(seed, LATER_MODELS)).faults
 
 
 @pytest.mark.parametrize("name", ["zero 3", "data and tensor, zero 3"])

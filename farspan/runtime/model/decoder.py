@@ -126,7 +126,7 @@ class Attention(nn.Module):
         self.heads_per_group = spec.heads // spec.kv_heads
         self.head_dim = spec.head_dim
         rows = (spec.heads + 2 * spec.kv_heads) * spec.head_dim // layouts.operator_ways("attn.qkv")
-        self.qkv = Linear(spec.d_model, rows, bias=spec.bias or spec.qkv_bias)
+        self.qkv = Linear(spec.d_model, rows, bias=spec.bias or bool(spec.qkv_bias))
         self.q_norm = self.k_norm = None
         if spec.qk_norm:
             self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps)
@@ -199,14 +199,20 @@ def rotary_table(
     2104.09864), computed in fp32."""
     # Kept for passes that need gradients, too, which take no tensors of inference mode.
     with torch.inference_mode(False):
-        dims_R2 = torch.arange(0, spec.turned_dims, 2, device=device).float()
-        frequencies_R2 = spec.rope_theta ** (-dims_R2 / spec.turned_dims)
-        if spec.rope_scaling is not None:
-            frequencies_R2 = _scale_frequencies(frequencies_R2, spec.rope_scaling)
+        frequencies_R2 = rotary_frequencies(spec, device)
         positions_S = torch.arange(length, device=device).float()
         angles_SR2 = torch.outer(positions_S, frequencies_R2)
         angles_SR = torch.cat((angles_SR2, angles_SR2), dim=-1)
         return angles_SR.cos().to(dtype), angles_SR.sin().to(dtype)
+
+
+def rotary_frequencies(spec: ModelSpec, device: torch.device) -> Tensor:
+    """Return the angles (R / 2) by which each position turns a pair of dims further."""
+    dims_R2 = torch.arange(0, spec.turned_dims, 2, device=device).float()
+    frequencies_R2 = spec.rope_theta ** (-dims_R2 / spec.turned_dims)
+    if not spec.rope_scaling:
+        return frequencies_R2
+    return _scale_frequencies(frequencies_R2, spec.rope_scaling)
 
 
 def _scale_frequencies(frequencies_R2: Tensor, scaling: RopeScaling) -> Tensor:
@@ -258,7 +264,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, spec: ModelSpec, vanilla: bool, layouts: Layouts) -> None:
         super().__init__()
-        self.is_parallel = spec.parallel_residual
+        self.is_parallel = bool(spec.parallel_residual)
         self.attn_norm = _make_norm(spec)
         self.attn = Attention(spec, vanilla, layouts)
         self.mlp_norm = _make_norm(spec)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from farspan import models
 from farspan.corpus import tokenizer as tokenizers
+from farspan.domain.decoding import decode_json
 from farspan.domain.escapes import shell_line
 from farspan.domain.model import ModelSpec, count_parameters
 from farspan.domain.problems import Refusal
@@ -232,7 +233,7 @@ def _read_shapes(path: Path) -> dict[str, list[int]]:
             if header_bytes > MAX_TENSOR_HEADER_BYTES:
                 raise _misfit(path, f"its header has {header_bytes:,} bytes")
             content = file.read(header_bytes)
-            header = msgspec.json.decode(content, type=dict[str, _Entry])
+            header = decode_json(content, dict[str, _Entry])
     except FileNotFoundError:
         raise missing_path(path) from None
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
