@@ -26,7 +26,7 @@ from farspan.app import (
 from farspan.app.choose_plan import choose_plan as choose_by_trials
 from farspan.app.configs import default_name, make_config
 from farspan.app.index_folders import make_index_folder
-from farspan.app.model_use import Format, export_model, generate_text
+from farspan.app.model_use import Format, WeightType, export_model, generate_text
 from farspan.app.notebook_bar import show_progress
 from farspan.app.plans import read_planned
 from farspan.app.preflight_checks import refuse_existing
@@ -204,11 +204,11 @@ class Run:
         self,
         out: str | os.PathLike[str] | None = None,
         *,
-        dtype: Literal["fp32", "bf16"] = "fp32",
+        dtype: WeightType = "fp32",
         format: Format = "huggingface",
     ) -> Path:
-        """Write the model as a folder that transformers loads, or the embedder of its index as one
-        that sentence-transformers loads."""
+        """Write the model as a folder that transformers loads, the embedder of its index as one
+        that sentence-transformers loads, or the model as a file that llama.cpp loads."""
         return export_model(self.folder, _optional_path(out), dtype=dtype, format=format)[0]
 
     def __repr__(self) -> str:

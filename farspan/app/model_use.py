@@ -6,14 +6,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from farspan.app.preflight_checks import refuse_existing
+from farspan.app.preflight_checks import refuse_existing, require_gguf_library
 from farspan.app.updates import Progress, ignore_update, note_reporter
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder
 from farspan.domain.struct_files import write_atomically
 
-#: What loads an exported folder: transformers, or sentence-transformers.
-Format = Literal["huggingface", "sentence-transformers"]
+#: What loads what is exported: transformers, sentence-transformers, or llama.cpp.
+Format = Literal["huggingface", "sentence-transformers", "gguf"]
+#: Types of the exported weights; the last two are llama.cpp's alone.
+WeightType = Literal["fp32", "bf16", "fp16", "q8_0"]
+#: What is exported by default, below the run's folder.
+_TARGETS: dict[Format, str] = {
+    "huggingface": "export",
+    "sentence-transformers": "sentence-transformers",
+    "gguf": "model.gguf",
+}
 
 
 def generate_text(
@@ -47,20 +55,31 @@ def export_model(
     run: RunFolder,
     out: Path | None = None,
     *,
-    dtype: Literal["fp32", "bf16"] = "fp32",
+    dtype: WeightType = "fp32",
     format: Format = "huggingface",
 ) -> tuple[Path, int]:
     """Write the model, with a model card, as a Hugging Face folder that transformers loads (by
-    default RUN/export), or the embedder of the run's index as one that sentence-transformers loads
-    (by default RUN/sentence-transformers).
+    default RUN/export); or the embedder of the run's index as one that sentence-transformers loads
+    (by default RUN/sentence-transformers); or the model as a file that llama.cpp loads (by default
+    RUN/model.gguf).
 
-    Returns the folder, and the step that its weights are from. Refuses (run-exists) a folder that
-    has something in it, and (no-index) an embedder where there is no index, or one of other
-    weights.
+    Returns the folder or file, and the step that its weights are from. Refuses (run-exists) a
+    folder that has something in it, (no-index) an embedder where there is no index, or one of other
+    weights, and (cannot-export) what llama.cpp would compute or read otherwise.
     """
     embedder = format == "sentence-transformers"
-    out = out or run.path / ("sentence-transformers" if embedder else "export")
-    options = ["--format", format] if embedder else []
+    out = out or run.path / _TARGETS[format]
+    options = [] if format == "huggingface" else ["--format", format]
+    if format == "gguf":
+        require_gguf_library()
+    elif dtype in ("fp16", "q8_0"):
+        raise Refusal(
+            "out-of-range",
+            what=f"--dtype {dtype} is a type of GGUF files",
+            where="--dtype",
+            fact=f"--format {format} has fp32 and bf16",
+            remedy=command("export", run.path, *options, "--dtype", "bf16"),
+        )
     refuse_existing(out, command("export", run.path, *options, "--out", f"{out}-2"))
     from farspan.launch.trust import require_own_links
     from farspan.report import model_card
@@ -70,6 +89,21 @@ def export_model(
     if out.is_relative_to(run.path):
         require_own_links(run)
     trained = load(run)
+    if format == "gguf":
+        from farspan.runtime.model.gguf_file import write_gguf
+
+        out.absolute().parent.mkdir(parents=True, exist_ok=True)
+        write_gguf(
+            out,
+            trained.model.state_dict(),
+            trained.model.spec,
+            tokenizer=run.tokenizer,
+            end_of_text=trained.tokenizer.end_of_text,
+            name=run.path.resolve().name,
+            kind=dtype,
+        )
+        return out, trained.step
+    assert dtype in ("fp32", "bf16")
     if embedder:
         from farspan.app.indexing import model_origin, refuse_other_model
         from farspan.retrieval.index import FITTED, OWN_VECTORS, read_manifest

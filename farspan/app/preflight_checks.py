@@ -35,6 +35,20 @@ def check_gpus(config: RunConfig) -> tuple[str, ...]:
     return probe_client.check_gpus(config.parallel.device)
 
 
+def require_gguf_library() -> None:
+    """Refuse to write GGUF files where the library for them is not installed."""
+    from importlib.util import find_spec
+
+    if find_spec("gguf") is None:
+        raise Refusal(
+            "extra-missing",
+            what="GGUF files are written by llama.cpp's library, which is not installed",
+            where=sys.executable,
+            fact="gguf is not installed there",
+            remedy=install_command("gguf"),
+        )
+
+
 def refuse_existing(path: Path, remedy: str) -> None:
     """Refuse a path where anything lies: nothing is ever written over."""
     # "new/.." is this folder as soon as "new" is made, and until then it does not exist.

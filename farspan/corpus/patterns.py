@@ -27,14 +27,23 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
-KNOWN_PATTERNS = {
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    rf"{_WORDS}|{_BEFORE}\p{{L}}+|\p{{N}}{{1,3}}|{_REST}",
-    rf"{_WORDS}|{_BEFORE}\p{{L}}+|\p{{N}}|{_REST}",
+GPT2_LONG_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT4_PATTERN = rf"{_WORDS}|{_BEFORE}\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
+QWEN2_PATTERN = rf"{_WORDS}|{_BEFORE}\p{{L}}+|\p{{N}}|{_REST}"
+GPT4O_PATTERN = (
     rf"{_BEFORE}{_UPPER}*{_LOWER}+{_WORDS}?|{_BEFORE}{_UPPER}+{_LOWER}*{_WORDS}?|\p{{N}}{{1,3}}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+MARKS_PATTERN = (
     rf"{_WORDS}|{_BEFORE}[\p{{L}}\p{{M}}]+|\p{{N}}"
-    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+KNOWN_PATTERNS = {
+    GPT2_LONG_PATTERN,
+    GPT4_PATTERN,
+    QWEN2_PATTERN,
+    GPT4O_PATTERN,
+    MARKS_PATTERN,
     QWEN35_PATTERN,
 }
 #: Parts of a tokenizer that may hold expressions.

@@ -20,6 +20,7 @@ EXTRAS = {
     "fabrictestbed": "fabric",
     "fabrictestbed_extensions": "fabric",
     "faiss": "faiss",
+    "gguf": "gguf",
     "fastapi": "serve",
     "mcp": "mcp",
     "mcp_types": "mcp",

@@ -1,5 +1,5 @@
-"""Write a run's model as a folder that transformers loads, or its embedder for
-sentence-transformers."""
+"""Write a run's model as a folder that transformers loads or a file that llama.cpp loads, or its
+embedder for sentence-transformers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from farspan.cli.arguments import find_run, takes_run
 from farspan.cli.console import Console
 
-HELP = "write the model as a Hugging Face folder"
+HELP = "write the model as a Hugging Face folder or a GGUF file"
 
 #: What loads each format, and how.
 _LOADS = {
@@ -17,6 +17,7 @@ _LOADS = {
     "sentence-transformers": (
         "sentence_transformers.SentenceTransformer({!r}, trust_remote_code=True)"
     ),
+    "gguf": "llama-cli -m {!r}",
 }
 
 
@@ -25,7 +26,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out",
         metavar="FOLDER",
-        help="folder to write (default: RUN/export, or RUN/sentence-transformers)",
+        help="folder to write, or file for gguf (default: RUN/export,\n"
+        "RUN/sentence-transformers or RUN/model.gguf)",
     )
     parser.add_argument(
         "--format",
@@ -37,7 +39,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ),
     )
     parser.add_argument(
-        "--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default: fp32)"
+        "--dtype",
+        choices=("fp32", "bf16", "fp16", "q8_0"),
+        default="fp32",
+        help="of the weights; fp16 and q8_0 are for gguf alone (default: fp32)",
     )
 
 
