@@ -5,6 +5,7 @@ Options are those of Slurm 21.08 and newer.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,9 +20,16 @@ from farspan.planning.quantities import out_of_range, parse_positive, setting_re
 NOTICE_RESOLUTION_S = 60.0
 #: What --signal takes at most, seconds.
 MAX_NOTICE_S = 65535.0
-#: What a shell calls the exit of a process that got SIGKILL, and the starts in one job after such
-#: kills that bring no new checkpoint. A choice.
-KILLED = 128 + 9
+#: Signals that a process does not end by of itself: a kill, as for memory, and crashes.
+CRASHES = (
+    signal.SIGILL,
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGKILL,
+    signal.SIGSEGV,
+)
+#: Starts in one job after such ends that bring no new checkpoint. A choice.
 MAX_KILLS = 3
 #: Keys of `SlurmNodes` and `SlurmConfig` that are an option of sbatch, with its name.
 NODE_OPTIONS = {
@@ -60,13 +68,15 @@ train() {{
     done
 }}
 
+crashed() {{ case $code in {crashed}) return 0 ;; esac; return 1; }}
+
 train
-while [ "$code" -eq {killed} ] && [ -z "$noticed" ]; do
+while crashed && [ -z "$noticed" ]; do
     [ "$(newest_checkpoint)" = "$saved" ] || kills=0
     kills=$((kills + 1))
     [ "$kills" -le {max_kills} ] || break
     saved=$(newest_checkpoint)
-    echo "farspan: its process was killed, and begins again" >&2
+    echo "farspan: its process was killed or has crashed, and begins again" >&2
     train
 done
 
@@ -106,7 +116,8 @@ def write_training_script(
     body = TRAINING.format(
         checkpoints=shell_line(path / "checkpoints"),
         train=begin,
-        killed=KILLED,
+        # As a shell calls such ends.
+        crashed="|".join(str(128 + number) for number in CRASHES),
         max_kills=MAX_KILLS,
         time=limit,
     )

@@ -23,8 +23,9 @@ from tests.faults.scenarios import Fault
 #: How often events, processes and the command are looked at: a save takes some milliseconds.
 LOOK_S = 0.003
 #: A run that brings no event and no exit for so long hangs. Silence is noticed after 4 s, hosts are
-#: waited for 15 s, and a start takes less than half a minute on a busy machine.
-HANG_S = 300.0
+#: waited for 15 s, a worker that stands still before it joins the others for `WORKER_START_S`, and
+#: a start takes less than half a minute on a busy machine.
+HANG_S = 420.0
 #: The command is given again this often at most, and kills of `kill-again` are as many.
 MAX_STARTS = 8
 MAX_KILLS = 12

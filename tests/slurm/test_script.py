@@ -113,20 +113,26 @@ def test_script_is_one_that_bash_reads(slurm, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("saves", "code", "starts"),
+    ("saves", "ends", "code", "starts"),
     [
         # Killed at every start: with a new checkpoint each time until the ninth, and without any.
-        ("mkdir -p runs/papers/checkpoints/step-0000000$n", 0, 9),
-        ("true", 137, 4),
+        ("mkdir -p runs/papers/checkpoints/step-0000000$n", "kill -KILL $$", 0, 9),
+        ("true", "kill -KILL $$", 137, 4),
+        ("true", "kill -SEGV $$", 139, 4),
+        ("true", "kill -ABRT $$", 134, 4),
+        # A refusal, and a stop that somebody asked for.
+        ("true", "exit 15", 15, 1),
+        ("true", "exit 130", 130, 1),
+        ("true", "kill -TERM $$", 143, 1),
     ],
 )
-def test_killed_process_begins_again_while_it_saves(saves, code, starts, tmp_path):
+def test_killed_process_begins_again_while_it_saves(saves, ends, code, starts, tmp_path):
     lines = [
         "echo start >> starts",
         "n=$(wc -l < starts)",
         "[ $n -lt 9 ] || exit 0",
         saves,
-        "kill -KILL $$",
+        ends,
     ]
     (tmp_path / "stub").write_text("\n".join(lines))
     config = make_config("text")
