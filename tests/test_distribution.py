@@ -85,5 +85,5 @@ def test_an_installation_plans_and_prepares(kind, built, tmp_path):
     for number in range(30):
         (tmp_path / "text" / f"{number}.md").write_text(f"# Page {number}\n\n{'words ' * 99}")
     run("-m", "farspan", "init", "text", cwd=tmp_path, **paths)
-    assert "run.yaml" in os.listdir(tmp_path)
+    assert (tmp_path / "run.yaml").is_file()
     run("-m", "farspan", "prepare", cwd=tmp_path, **paths)
