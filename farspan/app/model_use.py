@@ -80,7 +80,8 @@ def export_model(
             fact=f"--format {format} has fp32 and bf16",
             remedy=command("export", run.path, *options, "--dtype", "bf16"),
         )
-    refuse_existing(out, command("export", run.path, *options, "--out", f"{out}-2"))
+    other = out.with_stem(f"{out.stem}-2") if format == "gguf" else f"{out}-2"
+    refuse_existing(out, command("export", run.path, *options, "--out", other))
     from farspan.launch.trust import require_own_links
     from farspan.report import model_card
     from farspan.report.history import open_run

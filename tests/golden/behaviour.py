@@ -135,6 +135,7 @@ LEFT_OUT = {
     "chaos": "it trains a run for minutes, with faults",
     "demo": "it is `train`, `embed` and `search` on the built-in corpus, for minutes",
     "index": "it is `embed` without a run; tests/cli/test_index.py has its answer",
+    "eval": "it needs a trained run; tests/app/test_evaluation.py has its answer",
     "fabric offers": "it needs fablib and the testbed; tests/fabric has a stand-in",
     "fabric new": "as fabric offers",
     "fabric import": "as fabric offers",
