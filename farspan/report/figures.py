@@ -30,6 +30,9 @@ def run_charts(run: RunHistory) -> list[Chart]:
     # Those of the table, which are of the tokens that the last validation read.
     entropies = losses.entropies(run, losses.last_validation(run))
     levels = tuple((f"{name} entropy", nats) for name, nats in entropies.items())
+    start = losses.start_validation(run)
+    if start is not None:
+        levels += (("before training", losses.comparable_loss(start)[0]),)
     speeds = [step.tokens / step.step_s for step in steps]
     speed = _noisy_and_smoothed("tokens/s", speeds, "speed")
     size, unit = (1e9, "GB") if history.memory_bytes >= 1e9 else (1e6, "MB")

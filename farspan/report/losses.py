@@ -80,9 +80,9 @@ def loss_notes(run: RunHistory, measured: Measurement) -> list[str]:
     too little."""
     lines = []
     end = last_validation(run)
-    first = run.history.validations[0] if run.history.validations else None
-    if first is not None and end is not None and first.step == 0 < end.step:
-        lines.append(compare_start(first, end))
+    start = start_validation(run)
+    if start is not None and end is not None and end.step > 0:
+        lines.append(compare_start(start, end))
     bests = [event for event in run.history.validations if event.best]
     if bests and end is not None and bests[-1].step < end.step:
         best_loss, tokens, of = comparable_loss(bests[-1])
@@ -97,16 +97,23 @@ def loss_notes(run: RunHistory, measured: Measurement) -> list[str]:
     return lines
 
 
+def start_validation(run: RunHistory) -> Validated | None:
+    """Return the validation of the model that a run continues, before its first step."""
+    first = run.history.validations[0] if run.history.validations else None
+    return first if first is not None and first.step == 0 else None
+
+
 def compare_start(start: Validated, end: Validated) -> str:
     """Compare the model that a run went on from with what became of it, on the same tokens."""
     before, tokens, of = comparable_loss(start)
     after, _, _ = comparable_loss(end)
     gained = before - after
     direction = "lower" if gained >= 0 else "HIGHER"
+    loss_before = f"{before:.3f} {read_on(tokens, of)}".rstrip()
     return (
-        f"the model had {before:.3f} {read_on(tokens, of)} before training: now it has "
-        f"{after:.3f}, {abs(gained):.3f} nats {direction}"
-    ).replace("  ", " ")
+        f"before training the model's validation loss was {loss_before}: now it is {after:.3f}, "
+        f"{abs(gained):.3f} nats {direction}"
+    )
 
 
 def warn_shortfall(run: RunHistory, measured: Measurement) -> str | None:

@@ -108,7 +108,8 @@ def test_model_is_validated_before_its_first_step_and_learns_at_a_tenth(tmp_path
     assert optimizer.lr == pytest.approx(CONTINUED_RATE * peak_rate(parameters), rel=0.05)
     assert not optimizer.muon
     summary = run_summary(open_run(run.path))
-    assert "before training: now it has" in summary
+    assert "before training the model's validation loss was" in summary
+    assert "before training" in (run.path / "report.html").read_text()
 
 
 def test_best_weights_are_those_of_the_model_where_training_made_it_worse(tmp_path, text, model):
