@@ -12,7 +12,13 @@ from typing import TypeVar
 from farspan import models
 from farspan.corpus.hub_models import is_hub_id
 from farspan.domain.cluster import Cluster
-from farspan.domain.config import CheckpointConfig, IndexConfig, Quantity, RunConfig
+from farspan.domain.config import (
+    CheckpointConfig,
+    IndexConfig,
+    Quantity,
+    RunConfig,
+    TokenizerConfig,
+)
 from farspan.domain.escapes import key_word, shell_word
 from farspan.domain.problems import Refusal
 from farspan.domain.struct_files import missing_path
@@ -204,6 +210,20 @@ def deadline_s(config: RunConfig, cluster: Cluster) -> float | None:
     return paid_for if seconds is None else min(seconds, paid_for)
 
 
+def _require_tokenizer(folder: Path) -> None:
+    """Refuse to continue a model whose folder has no tokenizer, where none is named."""
+    has_file = (folder / "tokenizer.json").is_file()
+    has_parts = (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
+    if not (has_file or has_parts):
+        raise Refusal(
+            "tokenizer-unreadable",
+            what="the model's folder has no tokenizer, and another one's ids would mean nothing",
+            where=folder,
+            fact="it has neither tokenizer.json nor both vocab.json and merges.txt",
+            remedy="copy the model's tokenizer.json there, or name it: tokenizer: {use: FILE}",
+        )
+
+
 def check_quantities(config: RunConfig) -> None:
     """Refuse what can be refused before any text is read: units, signs, shares, contradictions."""
     asked_parameters(config)
@@ -233,6 +253,8 @@ def check_quantities(config: RunConfig) -> None:
         folder = Path(model.path).expanduser()
         if not folder.exists():
             raise missing_path(folder)
+        if config.tokenizer == TokenizerConfig():
+            _require_tokenizer(folder)
     for keys in EXCLUSIVE:
         values = {key: attrgetter(key.replace("global", "global_"))(config) for key in keys}
         given = [key for key, value in values.items() if value not in (None, "auto")]

@@ -112,6 +112,19 @@ def test_model_is_validated_before_its_first_step_and_learns_at_a_tenth(tmp_path
     assert "before training" in (run.path / "report.html").read_text()
 
 
+def test_model_without_tokenizer_is_refused_before_any_text_is_read(tmp_path, text, model, capsys):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes((model / name).read_bytes())
+    config = tmp_path / "run.yaml"
+    config.write_text(f"data: '{text}'\n")
+    assert main(["plan", str(config), "--from", str(folder)]) != 0
+    said = capsys.readouterr()
+    assert "tokenizer-unreadable" in said.err and "copy the model's tokenizer.json" in said.err
+    assert "reading" not in said.out
+
+
 def test_best_weights_are_those_of_the_model_where_training_made_it_worse(tmp_path, text, model):
     run = train(
         tmp_path,

@@ -18,7 +18,7 @@ from farspan.domain.corpus import CorpusManifest, Split
 from farspan.domain.model import count_parameters
 from farspan.domain.probe_requests import ProbeResult, Speed
 from farspan.domain.problems import Refusal
-from farspan.planning.recipe import peak_rate
+from farspan.planning.recipe import CONTINUED_RATE, peak_rate
 from farspan.planning.resolve import resolve_config
 from farspan.planning.size import auto_parameters, fitted_shape, shape_for
 
@@ -145,8 +145,13 @@ def test_preset_takes_the_corpus_vocabulary_and_records_that_origin():
 def test_a_hugging_face_folder_gives_its_shape(tmp_path):
     spec = models.family("llama").shape(d_model=64, layers=2, vocab_size=9000, context=128)
     (tmp_path / "config.json").write_text(json.dumps(models.family("llama").to_config(spec)))
+    assert refused({"model": {"path": str(tmp_path)}}).code == "tokenizer-unreadable"
+    (tmp_path / "tokenizer.json").write_text("{}")
     found = run({"model": {"path": str(tmp_path), "context": 32}})
     assert found.model == spec and found.train.seq_len == 32
+    assert found.train.optimizer.lr == pytest.approx(
+        CONTINUED_RATE * peak_rate(count_parameters(spec)), rel=0.05
+    )
     assert (
         refused({"model": {"path": str(tmp_path)}}, on=corpus(vocab=9001)).code
         == "tokenizer-mismatch"
