@@ -200,6 +200,6 @@ def _refuse_name(
         what=f"there is no {kind} {name!r}",
         where=f"{where}, key {key}",
         fact=known_names(name, known),
-        remedy=advise(name, known),
+        remedy=advise(name, known, verb=f"set {key}:"),
         key=key,
     )

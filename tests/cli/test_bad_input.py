@@ -220,7 +220,7 @@ CONFIGS = [
     (
         "data: docs\nmodel: {family: lama}\n",
         "out-of-range",
-        ["gpt2, llama", "fix:   set model.family: llama"],
+        ["gpt2, gpt_neox, llama", "fix:   set model.family: llama"],
     ),
     ("data: docs\nparallel: {workers: all}\n", "out-of-range", ["a number, auto"]),
     ("data: docs\nversion: 2\n", "out-of-range", ["2 is not one of 1"]),
