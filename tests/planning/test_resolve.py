@@ -147,6 +147,13 @@ def test_a_hugging_face_folder_gives_its_shape(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(models.family("llama").to_config(spec)))
     assert refused({"model": {"path": str(tmp_path)}}).code == "tokenizer-unreadable"
     (tmp_path / "tokenizer.json").write_text("{}")
+    assert refused({"model": {"path": str(tmp_path)}}).code == "path-missing"
+    weights = tmp_path / "model.safetensors"
+    entry = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+    header = json.dumps({"model.norm.weight": entry}).encode()
+    weights.write_bytes(len(header).to_bytes(8, "little") + header + bytes(15))
+    assert "its end is missing, 1 byte" in refused({"model": {"path": str(tmp_path)}}).fact
+    weights.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
     found = run({"model": {"path": str(tmp_path), "context": 32}})
     assert found.model == spec and found.train.seq_len == 32
     assert found.train.optimizer.lr == pytest.approx(

@@ -17,6 +17,7 @@ from farspan import models
 from farspan.corpus import tokenizer as tokenizers
 from farspan.domain.model import count_parameters
 from farspan.domain.problems import Refusal
+from farspan.models import _weight_files
 from farspan.runtime.model import huggingface
 from farspan.runtime.model.decoder import Decoder, initialize_model
 from farspan.runtime.model.generate import generate
@@ -117,7 +118,7 @@ def test_imported_logits_equal_transformers(name, sharded, tmp_path):
     for parameter in theirs.parameters():
         parameter.add_(0.1 * torch.randn(parameter.shape))
     theirs.save_pretrained(tmp_path, max_shard_size="50KB" if sharded else "1GB")
-    assert (tmp_path / huggingface.INDEX).exists() == sharded
+    assert (tmp_path / _weight_files.INDEX).exists() == sharded
     read_spec, state = huggingface.read_model(tmp_path)
     assert read_spec == spec
     ours = Decoder(read_spec).eval()
@@ -475,7 +476,7 @@ def test_pickled_damaged_and_missing_weights_are_refused(tmp_path, tokenizer):
     assert problem.code == "model-unsupported" and "pickle" in problem.what
     (folder / "pytorch_model.bin").unlink()
     assert refusal(folder).code == "path-missing"
-    (folder / huggingface.INDEX).write_text(
+    (folder / _weight_files.INDEX).write_text(
         json.dumps({"metadata": {}, "weight_map": {"a": "../../secret"}})
     )
     assert "outside" in refusal(folder).fact

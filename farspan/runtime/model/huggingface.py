@@ -7,9 +7,8 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -17,21 +16,12 @@ from torch import Tensor
 
 from farspan import models
 from farspan.corpus import tokenizer as tokenizers
-from farspan.domain.decoding import decode_json
-from farspan.domain.escapes import shell_line
 from farspan.domain.model import ModelSpec, count_parameters
 from farspan.domain.problems import Refusal
-from farspan.domain.struct_files import missing_path, parse_json, read_bytes, write_atomically
+from farspan.domain.struct_files import read_bytes, write_atomically
 from farspan.models import Family
+from farspan.models._weight_files import WEIGHTS_FILE, list_weight_files, misfit, read_shapes
 from farspan.runtime.model.decoder import parameter_shapes
-
-#: A safetensors file begins with the length of its header. Entries of 1,024 layers take 3 MB.
-LENGTH_BYTES = 8
-MAX_TENSOR_HEADER_BYTES = 1 << 24
-#: Bytes of the index of a sharded model.
-MAX_INDEX_BYTES = 1 << 26
-WEIGHTS_FILE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 
 
 def export_model(
@@ -116,7 +106,7 @@ def read_model(folder: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
     """
     spec = models.read_config(folder)
     family = models.family(spec.family)
-    tensors = _load_tensors(_weight_files(folder), folder, family, spec)
+    tensors = _load_tensors(list_weight_files(folder), folder, family, spec)
     head_name = f"{family.HEAD}.weight"
     # Files of the bare model, without its head, lack the prefix of names.
     if not any(name.startswith(family.PREFIX) for name in tensors):
@@ -130,7 +120,7 @@ def read_model(folder: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
         parts = []
         for name in entry.theirs:
             if name not in tensors:
-                raise _misfit(folder, f"tensor {name!r} is missing")
+                raise misfit(folder, f"tensor {name!r} is missing")
             part = tensors.pop(name)
             parts.append(part.t() if entry.transpose else part)
         tensor = torch.cat(parts)
@@ -138,7 +128,7 @@ def read_model(folder: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
         if tensor.shape != shape:
             sources = " + ".join(entry.theirs)
             fact = f"{sources} gives {list(tensor.shape)}, config.json {list(shape)}"
-            raise _misfit(folder, fact)
+            raise misfit(folder, fact)
         if entry.heads is not None:
             tensor = _swap_leading(tensor, entry.heads, 3)
         state[entry.ours] = tensor.contiguous()
@@ -146,7 +136,7 @@ def read_model(folder: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
     if spec.tied and head is not None and torch.equal(head, state["tok.weight"]):
         del tensors[head_name]
     if tensors:
-        raise _misfit(folder, f"tensor {min(tensors)!r} is left over")
+        raise misfit(folder, f"tensor {min(tensors)!r} is left over")
     return spec, state
 
 
@@ -155,42 +145,6 @@ def _swap_leading(x: Tensor, outer: int, inner: int) -> Tensor:
     k and v of each head as the heads of each of q, k and v, and back."""
     runs = x.unflatten(0, (outer, inner, -1))
     return runs.transpose(0, 1).flatten(0, 2)
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    if (folder / WEIGHTS_FILE).exists():
-        return [folder / WEIGHTS_FILE]
-    if (folder / INDEX).exists():
-        content = read_bytes(folder / INDEX, most=MAX_INDEX_BYTES)
-        if len(content) > MAX_INDEX_BYTES:
-            raise _misfit(folder, f"{INDEX} is longer than {MAX_INDEX_BYTES >> 20} MiB")
-        index = parse_json(content, _Index, folder / INDEX)
-        shards = sorted(set(index.weight_map.values()))
-        for name in shards:
-            if Path(name).name != name:
-                raise _misfit(folder, f"{INDEX} names {name!r}, a file outside the folder")
-        return [folder / name for name in shards]
-    files = sorted(path.name for path in folder.glob("*"))
-    pickled = [name for name in files if name.endswith((".bin", ".pt", ".pth"))]
-    if pickled:
-        convert = (
-            "from transformers import AutoModelForCausalLM as M; "
-            f"M.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
-        )
-        raise Refusal(
-            "model-unsupported",
-            what="the weights are pickled, and a pickle can run any code when it is opened",
-            where=folder / pickled[0],
-            fact=f"there is no {WEIGHTS_FILE}",
-            remedy=f"where you trust the file: {shell_line('python', '-c', convert)}",
-        )
-    raise missing_path(folder / WEIGHTS_FILE)
-
-
-class _Index(msgspec.Struct):
-    """The part of the index of a sharded model that gives the file of each tensor."""
-
-    weight_map: dict[str, str]
 
 
 def _load_tensors(
@@ -205,14 +159,14 @@ def _load_tensors(
     count = 0
     for path in files:
         tensor_names[path] = []
-        for name, shape in _read_shapes(path).items():
+        for name, shape in read_shapes(path).items():
             if not name.endswith(family.BUFFERS):
                 tensor_names[path].append(name)
                 count += math.prod(shape)
     # A tied head may be stored in addition.
     most = count_parameters(spec) + spec.vocab_size * spec.d_model
     if count > most:
-        raise _misfit(folder, f"the files hold {count:,} values, config.json {most:,} at most")
+        raise misfit(folder, f"the files hold {count:,} values, config.json {most:,} at most")
     tensors = {}
     for path in files:
         try:
@@ -220,41 +174,8 @@ def _load_tensors(
                 for name in tensor_names[path]:
                     tensors[name] = file.get_tensor(name)
         except (SafetensorError, OSError, RuntimeError) as error:
-            raise _misfit(path, f"the file is damaged: {error}") from None
+            raise misfit(path, f"the file is damaged: {error}") from None
     return tensors
-
-
-def _read_shapes(path: Path) -> dict[str, list[int]]:
-    """Return the shape of each tensor by the header of a safetensors file, which the library
-    checks."""
-    try:
-        with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
-            if header_bytes > MAX_TENSOR_HEADER_BYTES:
-                raise _misfit(path, f"its header has {header_bytes:,} bytes")
-            content = file.read(header_bytes)
-            header = decode_json(content, dict[str, _Entry])
-    except FileNotFoundError:
-        raise missing_path(path) from None
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise _misfit(path, f"the file is damaged: {error}") from None
-    return {name: entry.shape for name, entry in header.items() if name != "__metadata__"}
-
-
-class _Entry(msgspec.Struct):
-    """The part of a tensor's entry in a header that gives how many values it has."""
-
-    shape: list[Annotated[int, msgspec.Meta(ge=0)]] = []
-
-
-def _misfit(where: Path, fact: str) -> Refusal:
-    return Refusal(
-        "model-unsupported",
-        what="the weights do not fit config.json",
-        where=where,
-        fact=fact,
-        remedy="download or export the model again",
-    )
 
 
 def _special_token(words: dict[str, Any], end_of_text: int) -> str:
