@@ -97,7 +97,8 @@ def families() -> tuple[str, ...]:
 def family(name: str, where: str = "run.yaml") -> Family:
     """Import the family file of that name, which `where` gives."""
     if name not in families():
-        raise _refuse_name("model family", "model.family", name, families(), where)
+        key = "model.family"
+        raise _refuse_name("model family", key, name, families(), where, verb=f"set {key}:")
     return cast(Family, importlib.import_module(f"{__name__}.{name}"))
 
 
@@ -193,13 +194,19 @@ def graph(spec: ModelSpec) -> OpGraph:
 
 
 def _refuse_name(
-    kind: str, key: str, name: str, known: tuple[str, ...], where: str = "run.yaml"
+    kind: str,
+    key: str,
+    name: str,
+    known: tuple[str, ...],
+    where: str = "run.yaml",
+    *,
+    verb: str = "use",
 ) -> Refusal:
     return Refusal(
         "out-of-range",
         what=f"there is no {kind} {name!r}",
         where=f"{where}, key {key}",
         fact=known_names(name, known),
-        remedy=advise(name, known, verb=f"set {key}:"),
+        remedy=advise(name, known, verb=verb),
         key=key,
     )
