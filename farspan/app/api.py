@@ -26,7 +26,7 @@ from farspan.app import (
 from farspan.app.choose_plan import choose_plan as choose_by_trials
 from farspan.app.configs import default_name, make_config
 from farspan.app.index_folders import make_index_folder
-from farspan.app.model_use import Format, WeightType, export_model, generate_text
+from farspan.app.model_use import Format, export_model, generate_text
 from farspan.app.notebook_bar import show_progress
 from farspan.app.plans import read_planned
 from farspan.app.preflight_checks import refuse_existing
@@ -36,6 +36,7 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.index_folder import IndexFolder
+from farspan.domain.model import WeightType
 from farspan.domain.objective import Objective
 from farspan.domain.problems import command
 from farspan.domain.run import RunFolder

@@ -8,14 +8,13 @@ from typing import Literal
 
 from farspan.app.preflight_checks import refuse_existing, require_gguf_library
 from farspan.app.updates import Progress, ignore_update, note_reporter
+from farspan.domain.model import WeightType
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder
 from farspan.domain.struct_files import write_atomically
 
 #: What loads what is exported: transformers, sentence-transformers, or llama.cpp.
 Format = Literal["huggingface", "sentence-transformers", "gguf"]
-#: Types of the exported weights; the last two are llama.cpp's alone.
-WeightType = Literal["fp32", "bf16", "fp16", "q8_0"]
 #: What is exported by default, below the run's folder.
 _TARGETS: dict[Format, str] = {
     "huggingface": "export",

@@ -67,6 +67,12 @@ def json_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 
+def msgpack_decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
+    """Return a decoder for many MessagePack messages of a type."""
+    prepare(kind)
+    return msgspec.msgpack.Decoder(kind)
+
+
 def prepare(kind: Any) -> None:
     """Have msgspec collect a type, with the types within it, once in a process."""
     if kind not in _ready:

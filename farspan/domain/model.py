@@ -7,6 +7,9 @@ from typing import Literal
 
 import msgspec
 
+#: Types of exported weights; the last two are those of GGUF files alone.
+WeightType = Literal["fp32", "bf16", "fp16", "q8_0"]
+
 
 class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How Llama 3.1 stretches rotary positions beyond the context that it was trained at: low

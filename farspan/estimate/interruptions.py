@@ -57,7 +57,7 @@ class Interruptions(msgspec.Struct, frozen=True, kw_only=True):
             segment_s += self.save_s
         losing = self.per_s * self.again
         keeping = self.per_s - losing
-        # A restart that a further interruption begins anew.
+        # A restart, which a further interruption starts over.
         exponent = min(self.restart_s * self.per_s, MOST_EXPONENT)
         restart_s = math.expm1(exponent) / self.per_s
         # One that keeps its segment, unless an interruption that loses it comes before its end.

@@ -42,16 +42,17 @@ def build_spec(
     layers: int,
     vocab_size: int,
     context: int,
-    heads: int | None,
-    kv_heads: int | None,
-    d_ff: int | None,
-    tied: bool,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    d_ff: int | None = None,
+    tied: bool = True,
     **knobs: Any,
 ) -> ModelSpec:
     """Build a model of any size; heads of 64 unless given, d_ff = 8/3 d_model rounded up to a
     multiple of 64.
 
     8/3 keeps SwiGLU's three matrices at the parameters of a 4 d_model MLP's two (arXiv 2002.05202).
+    Embeddings are tied by default, as small models spend most of their parameters there.
     Raises ValueError where no shape fits.
     """
     heads = heads or max(1, d_model // 64)

@@ -3,7 +3,7 @@ are the same decoder; Llama 3.1 and later scale the rotary frequencies."""
 
 from __future__ import annotations
 
-import msgspec
+import functools
 
 from farspan.domain.model import ModelSpec, RopeScaling
 from farspan.models import _llama_like
@@ -20,35 +20,7 @@ TOKENIZER_CLASS = "AutoTokenizer"
 GGUF = "llama"
 
 
-def shape(
-    *,
-    d_model: int,
-    layers: int,
-    vocab_size: int,
-    context: int,
-    heads: int | None = None,
-    kv_heads: int | None = None,
-    d_ff: int | None = None,
-    tied: bool = True,
-    rope_theta: float = 10_000.0,
-    rope_scaling: RopeScaling | msgspec.UnsetType = msgspec.UNSET,
-) -> ModelSpec:
-    """Build a Llama of any size (`build_spec`). Embeddings are tied by default, as small models
-    spend most of their parameters there. Raises ValueError where no shape fits."""
-    return _llama_like.build_spec(
-        "llama",
-        d_model=d_model,
-        layers=layers,
-        vocab_size=vocab_size,
-        context=context,
-        heads=heads,
-        kv_heads=kv_heads,
-        d_ff=d_ff,
-        tied=tied,
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-    )
-
+shape = functools.partial(_llama_like.build_spec, "llama")
 
 #: The study prints no head sizes (64 divides every d_model) and no d_ff (inferred: what gives the
 #: printed counts). Its 100M prints d_model 864; only 832 gives its printed count.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from farspan.domain.model import ModelSpec
 from farspan.models import _llama_like
 from farspan.models._decoder import graph as graph
@@ -19,34 +21,13 @@ TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 GGUF = "qwen2"
 
 
-def shape(
-    *,
-    d_model: int,
-    layers: int,
-    vocab_size: int,
-    context: int,
-    heads: int | None = None,
-    kv_heads: int | None = None,
-    d_ff: int | None = None,
-    tied: bool = True,
-    rope_theta: float = 1_000_000.0,
-) -> ModelSpec:
-    """Build a Qwen2 of any size (`build_spec`). Raises ValueError where no shape fits."""
-    return _llama_like.build_spec(
-        "qwen2",
-        d_model=d_model,
-        layers=layers,
-        vocab_size=vocab_size,
-        context=context,
-        heads=heads,
-        kv_heads=kv_heads,
-        d_ff=d_ff,
-        tied=tied,
-        rope_theta=rope_theta,
-        norm_eps=1e-6,
-        qkv_bias=True,
-    )
-
+shape = functools.partial(
+    _llama_like.build_spec,
+    "qwen2",
+    rope_theta=1_000_000.0,
+    norm_eps=1e-6,
+    qkv_bias=True,
+)
 
 _SOURCE = "arXiv 2412.15115; counts of the Qwen/Qwen2.5 checkpoints"
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import msgspec
+import functools
 
 from farspan.domain.model import ModelSpec
 from farspan.models import _llama_like
@@ -22,36 +22,13 @@ GGUF = "qwen3"
 DEFAULT_HEAD_SIZE = 128
 
 
-def shape(
-    *,
-    d_model: int,
-    layers: int,
-    vocab_size: int,
-    context: int,
-    heads: int | None = None,
-    kv_heads: int | None = None,
-    d_ff: int | None = None,
-    tied: bool = True,
-    rope_theta: float = 1_000_000.0,
-    head_size: int | msgspec.UnsetType = msgspec.UNSET,
-) -> ModelSpec:
-    """Build a Qwen3 of any size (`build_spec`). Raises ValueError where no shape fits."""
-    return _llama_like.build_spec(
-        "qwen3",
-        d_model=d_model,
-        layers=layers,
-        vocab_size=vocab_size,
-        context=context,
-        heads=heads,
-        kv_heads=kv_heads,
-        d_ff=d_ff,
-        tied=tied,
-        rope_theta=rope_theta,
-        norm_eps=1e-6,
-        head_size=head_size,
-        qk_norm=True,
-    )
-
+shape = functools.partial(
+    _llama_like.build_spec,
+    "qwen3",
+    rope_theta=1_000_000.0,
+    norm_eps=1e-6,
+    qk_norm=True,
+)
 
 _SOURCE = "arXiv 2505.09388; counts of the Qwen/Qwen3 checkpoints"
 

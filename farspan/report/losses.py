@@ -108,7 +108,7 @@ def compare_start(start: Validated, end: Validated) -> str:
     before, tokens, of = comparable_loss(start)
     after, _, _ = comparable_loss(end)
     gained = before - after
-    direction = "lower" if gained >= 0 else "HIGHER"
+    direction = "lower" if gained >= 0 else "higher"
     loss_before = f"{before:.3f} {read_on(tokens, of)}".rstrip()
     return (
         f"before training the model's validation loss was {loss_before}: now it is {after:.3f}, "

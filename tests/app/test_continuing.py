@@ -141,4 +141,4 @@ def test_best_weights_are_those_of_the_model_where_training_made_it_worse(tmp_pa
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert "HIGHER" in run_summary(open_run(run.path))
+    assert "nats higher" in run_summary(open_run(run.path))

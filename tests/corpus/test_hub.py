@@ -148,3 +148,24 @@ def test_a_hub_is_asked_for_where_a_proxy_leads_to_it(
         assert _find_fault("http://no-such-host.invalid")
         monkeypatch.setenv("no_proxy", "127.0.0.1")
         assert _find_fault(open_url) is None
+
+
+FIND = (
+    f"{PATIENT}from farspan.corpus.hub_models import find_model_folder; "
+    "print(find_model_folder('somebody/model', weights=True))"
+)
+
+
+def test_model_to_continue_is_found_in_the_cache_or_refused(tmp_path: Path, closed: str):
+    refused = run(FIND, closed, tmp_path / "home")
+    assert refused.returncode and "neither a folder of this name nor a model" in refused.stderr
+    assert "hf download somebody/model --local-dir DIR" in refused.stderr
+    cached = tmp_path / "home" / "hub" / "models--somebody--model"
+    snapshot = cached / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0123abc")
+    for name in ("config.json", "model.safetensors"):
+        (snapshot / name).write_text("{}")
+    found = run(FIND, closed, tmp_path / "home")
+    assert found.stdout.strip() == str(snapshot), found.stderr

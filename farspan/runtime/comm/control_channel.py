@@ -17,6 +17,7 @@ from contextlib import closing
 
 import msgspec
 
+from farspan.domain.decoding import msgpack_decoder
 from farspan.domain.problems import Refusal
 from farspan.domain.run import ON_STDIN, SECRET_VARIABLE
 from farspan.domain.standard_input import first_line
@@ -66,7 +67,7 @@ class Message(msgspec.Struct, array_like=True, frozen=True):
 
 
 _encode = msgspec.msgpack.encode
-_decode = msgspec.msgpack.Decoder(Message).decode
+_decode = msgpack_decoder(Message).decode
 
 
 class Notices:

@@ -13,6 +13,7 @@ from typing import Literal, cast
 
 import msgspec
 
+from farspan.domain.decoding import msgpack_decoder
 from farspan.runtime.comm import tcp
 from farspan.runtime.comm.control_channel import Notices
 
@@ -60,7 +61,7 @@ class Beat(msgspec.Struct, array_like=True, frozen=True):
 
 
 _encode = msgspec.msgpack.encode
-_decode = msgspec.msgpack.Decoder(Beat).decode
+_decode = msgpack_decoder(Beat).decode
 
 
 class Heartbeat:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from farspan import models
 from farspan.corpus.llama_cpp_rules import find_rule
-from farspan.domain.model import ModelSpec
+from farspan.domain.model import ModelSpec, WeightType
 from farspan.domain.problems import Refusal
 from farspan.domain.struct_files import read_bytes
 from farspan.runtime.model.decoder import rotary_frequencies
@@ -26,9 +26,8 @@ from farspan.runtime.model.decoder import rotary_frequencies
 if TYPE_CHECKING:
     import gguf
 
-GgufType = Literal["fp32", "fp16", "bf16", "q8_0"]
 #: The types of matrices in a file, by llama.cpp's names; vectors stay in fp32.
-_TYPES: dict[GgufType, str] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
+_TYPES: dict[WeightType, str] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
 #: Architectures whose files have q, k and v in one tensor.
 _FUSED = frozenset({"gpt2", "gptneox"})
 #: The architecture whose positions turn pairs of neighbouring dims, not of two halves.
@@ -53,7 +52,7 @@ def write_gguf(
     tokenizer: Path,
     end_of_text: int,
     name: str,
-    kind: GgufType = "fp32",
+    kind: WeightType = "fp32",
 ) -> None:
     """Write a GGUF file of a model; the arguments are those of `huggingface.export_model`.
 

@@ -16,6 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from farspan.domain.decoding import msgpack_decoder
 from farspan.runtime.comm.message_tags import MessageChannel, tag
 from farspan.runtime.comm.messages import Messenger, Posted
 from farspan.runtime.comm.topology import Topology
@@ -74,7 +75,7 @@ class FullState:
         world = len(topology.plan.devices)
         if world > 1:
             contents = all_gather_bytes(msgspec.msgpack.encode(own), topology.rank, world)
-            decode = msgspec.msgpack.Decoder(BucketManifest).decode
+            decode = msgpack_decoder(BucketManifest).decode
             self.manifests = [decode(content) for content in contents]
         self._rounds = itertools.count()
         self._handed = itertools.count()
