@@ -76,7 +76,7 @@ def farspan_route(work: Path, tokenizer_file: Path, workers: int) -> int:
     )
     final = work / "final"
     final.mkdir(exist_ok=True)
-    return shard_stages.join_shards(stems, final)["train"].tokens
+    return shard_stages.join_shards(stems, final).splits["train"].tokens
 
 
 def encode_rows(rows: dict[str, list[str]], tokenizer_file: str) -> dict[str, list[list[int]]]:
@@ -123,7 +123,7 @@ def compare(
     text_bytes = make_text(folder / "text.jsonl", size_bytes, documents)
     (folder / "work").mkdir()
     for number, shard in enumerate(
-        shard_stages.spool_source(open_source(str(folder / "text.jsonl")), folder / "work")
+        shard_stages.spool_sources([open_source(str(folder / "text.jsonl"))], folder / "work")
     ):
         np.save(
             folder / "work" / f"{number:05}.fates.npy",

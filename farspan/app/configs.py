@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from farspan.domain.config import RunConfig
+from farspan.domain.config import RunConfig, name_source
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.struct_files import convert, load, load_yaml, parse_yaml
@@ -74,10 +74,8 @@ def default_name(config: RunConfig) -> str:
     """Return a run's folder name: `name`, or made from its source ("~/papers" -> "papers")."""
     if config.name:
         return config.name
-    source = config.data_config.source.removeprefix("hf:").split(":")[0]
-    # "." and ".." have no name of their own, and "runs/.." would be the folder of run.yaml.
-    folder = os.path.normpath(Path.cwd() / Path(source).expanduser())
-    return Path(folder).stem or "run"
+    # Not "." and "..": "runs/.." would be the folder of run.yaml.
+    return name_source(config.data_config.parts[0].source) or "run"
 
 
 def as_yaml(config: RunConfig) -> bytes:

@@ -36,8 +36,10 @@ def measure_cloze(
 
     manifest = load_struct(run.corpus, CorpusManifest)
     folder = require_corpus(run, manifest.hash)
-    # The held-out ones follow those of the training split.
-    held_out = itertools.islice(read_documents(folder), manifest.train.documents, None)
+    # The held-out ones follow those of the training split; what is replayed comes last.
+    first = manifest.train.documents
+    last = first + manifest.own_documents("val")
+    held_out = itertools.islice(read_documents(folder), first, last)
     texts = [document.text for document in held_out]
     trained = on_gpu(load(run), note_reporter(progress))
     progress(Note(f"asking for {questions:,} words of {len(texts):,} held-out documents"))

@@ -118,6 +118,6 @@ def _refuse_other_text(folder: IndexFolder, config: IndexFolderConfig, source: s
         "run-exists",
         what="this is the index of another text",
         where=folder.path,
-        fact=f"it is of {config.data_config.source}",
+        fact=f"it is of {config.data_config.line}",
         remedy=f"name another folder: --into {shell_word(f'{folder.path}-2')}",
     )

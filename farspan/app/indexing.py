@@ -274,7 +274,7 @@ def _read_run_documents(run: RunFolder, report: Callable[[str], None]) -> Text:
         if refusal.problem.code != "path-missing" or prepared is None:
             raise
         report(
-            f"{config.data_config.source} is not there: indexing the documents that the run was "
+            f"{config.data_config.line} is not there: indexing the documents that the run was "
             "trained on"
         )
     return read_distinct(prepared, manifest, "")
@@ -407,13 +407,14 @@ def search_home(
 def is_stale(home: IndexHome, manifest: IndexManifest) -> bool:
     """Return whether the files of an index's text are others than were indexed; False of text that
     is no folder."""
-    from farspan.corpus.sources import folder
+    from farspan.corpus.mixture import open_sources
 
-    data = data_config(home)
-    if not manifest.source or not Path(data.source).expanduser().exists():
+    data = data_config(home).without_replay()
+    places = [Path(part.source).expanduser() for part in data.parts]
+    if not manifest.source or not all(place.exists() for place in places):
         return False
     with suppress(Refusal, OSError):
-        return folder.open_source(data.source, data.fields).fingerprint() != manifest.source
+        return open_sources(data).fingerprint() != manifest.source
     return True
 
 

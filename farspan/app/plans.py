@@ -95,6 +95,8 @@ def add_forecast(planned: Planned) -> Planned:
     train = planned.plan.train
     if train.optimizer.muon is msgspec.UNSET or train.schedule.kind == "constant":
         return planned
+    if train.shares:
+        return planned
     from farspan.corpus.counting import measure_counts
     from farspan.corpus.token_files import TokenFile, VerifiedArray
 

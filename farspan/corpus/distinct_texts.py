@@ -96,8 +96,20 @@ def distinct_texts(
 
 
 def read_distinct(prepared: Path, manifest: CorpusManifest, fingerprint: str) -> Text:
-    """Return the distinct texts of a prepared corpus, copies that are not trained on too."""
+    """Return the distinct texts of a prepared corpus, copies that are not trained on too.
+
+    What is replayed is left out, and with it the copies: which source they are of is not kept.
+    """
     documents = list(read_documents(prepared))
+    if manifest.replays:
+        first_val = manifest.train.documents
+        train = manifest.own_documents("train")
+        own_val = documents[first_val : first_val + manifest.own_documents("val")]
+        documents = documents[:train] + own_val
+        count = len(documents)
+        return distinct_texts(
+            documents, range(count), train=train, kept=count, fingerprint=fingerprint
+        )
     kept = len(documents)
     documents += read_copies(prepared)
     clusters = np.load(prepared / CLUSTERS).tolist()

@@ -22,17 +22,22 @@ from farspan.corpus import tokenizer as tokenizers
 from farspan.corpus.distinct_texts import CLUSTERS, Text, distinct_texts, read_distinct
 from farspan.corpus.documents import COPIES, DOCUMENTS, write_array
 from farspan.corpus.entropy import ngram_entropies
+from farspan.corpus.mixture import OpenedSources, open_sources
 from farspan.corpus.reading import CHUNK_BYTES, UNKNOWN_ENCODING
 from farspan.corpus.rows import lacks_text
-from farspan.corpus.sources import Source, open_source
+from farspan.corpus.sources import Source
 from farspan.corpus.split import decide_split
 from farspan.corpus.token_files import is_whole, verify_corpus
-from farspan.domain.config import DataConfig, TokenizerConfig
+from farspan.domain.config import DataConfig, NamedPart, TokenizerConfig
 from farspan.domain.corpus import (
+    SPLITS,
     TOKEN_FILES,
     CorpusManifest,
+    CorpusPart,
     Document,
+    PartSize,
     Skipped,
+    SplitName,
     by_kind,
 )
 from farspan.domain.escapes import shell_word, yaml_word
@@ -82,7 +87,7 @@ def prepare_corpus(
     what cannot be read, a corpus that is empty or whose validation split would be, a tokenizer that
     does not fit, and a disk with too little room.
     """
-    source = open_source(data.source, data.fields)
+    source = open_sources(data)
     key = _corpus_key(source, data, tokenizer)
     if prepared := _find_prepared(root, key, write_line, verified=verified):
         if data.bad == "refuse":
@@ -122,9 +127,12 @@ def read_text(
     """Read every text that the source of the corpus with this hash holds today, copies too, split
     as a corpus is.
 
-    Where the source is as it was, this is the corpus's own text. Refuses what cannot be read.
+    Where the source is as it was, this is the corpus's own text; `data.replay` is left out. Refuses
+    what cannot be read.
     """
-    source = open_source(data.source, data.fields)
+    if data.replay is not None:
+        return read_source(data.without_replay(), root, workers=workers, write_line=write_line)
+    source = open_sources(data)
     fingerprint = source.fingerprint()
     known = _find_prepared(root, _corpus_key(source, data, tokenizer), drop_message)
     if known is not None and known[1].hash == digest:
@@ -141,11 +149,11 @@ def read_source(data: DataConfig, root: Path, *, workers: int, write_line: Write
 
     No tokenizer is needed. Refuses what cannot be read.
     """
-    return _read_source(open_source(data.source, data.fields), data, root, workers, write_line)
+    return _read_source(open_sources(data), data, root, workers, write_line)
 
 
 def _read_source(
-    source: Source, data: DataConfig, root: Path, workers: int, write_line: WriteLine
+    source: OpenedSources, data: DataConfig, root: Path, workers: int, write_line: WriteLine
 ) -> Text:
     fingerprint = source.fingerprint()
     root.mkdir(parents=True, exist_ok=True)
@@ -153,10 +161,11 @@ def _read_source(
         work = Path(folder)
         shards = _spool_source(source, data, work, write_line)
         stems = [work / f"{number:05}" for number in range(len(shards))]
-        for skipped in by_kind(source.skipped.entries()):
+        for skipped in by_kind(source.skipped()):
             write_line(f"skipped {skipped}")
         shard_stages.each_shard(dedup.sign, [(stem,) for stem in stems], workers)
-        decision = decide_split(stems, data, must_split=False)
+        parts = [shard.part for shard in shards]
+        decision = decide_split(stems, data, must_split=False, parts=parts)
         # A corpus numbers its documents in this order.
         documents = list(_chosen_of(stems, shard_stages.TRAIN))
         train = len(documents)
@@ -172,7 +181,7 @@ def _chosen_of(stems: list[Path], fate: int) -> Iterator[Document]:
         yield from shard_stages.read_chosen(stem, fate)
 
 
-def _corpus_key(source: Source, data: DataConfig, tokenizer: TokenizerConfig) -> str:
+def _corpus_key(source: OpenedSources, data: DataConfig, tokenizer: TokenizerConfig) -> str:
     fingerprint = source.fingerprint()
     share = parse_fraction(data.val)
     digest = _file_digest(tokenizer.use) if tokenizer.use else tokenizers.SPLITTING_RULE
@@ -180,7 +189,7 @@ def _corpus_key(source: Source, data: DataConfig, tokenizer: TokenizerConfig) ->
 
 
 def _build_corpus(
-    source: Source,
+    source: OpenedSources,
     data: DataConfig,
     config: TokenizerConfig,
     work: Path,
@@ -195,7 +204,8 @@ def _build_corpus(
     stems = [work / f"{number:05}" for number in range(len(shards))]
     jobs = [(stem,) for stem in stems]
     shard_stages.each_shard(dedup.sign, jobs, workers)
-    decision = decide_split(stems, data, must_split=True)
+    parts = [shard.part for shard in shards]
+    decision = decide_split(stems, data, must_split=True, parts=parts)
     if decision.exact or decision.near:
         write_line(
             f"searched, not trained on: {decision.exact:,} exact and "
@@ -217,7 +227,7 @@ def _build_corpus(
         shard_stages.encode_shard, [(stem, tokenizer_file) for stem in stems], workers
     )
     shard_stages.each_shard(shard_stages.write_copies, jobs, workers)
-    splits = shard_stages.join_shards(stems, final)
+    joined = shard_stages.join_shards(stems, final)
     write_array(final / CLUSTERS, decision.corpus_clusters())
     words.save(final / "tokenizer.json")
     dtype = shard_stages.token_dtype(words.vocab_size)
@@ -228,23 +238,29 @@ def _build_corpus(
     shard_digests = [shard.digest for shard in shards]
     coded = (_file_digest(tokenizer_file), vocab_size, words.end_of_text)
     digest = content_hash(_FORMAT, shard_digests, decision.digest, *coded)
+    mixture = _describe_parts(source, parts, joined) if source.is_mixture else msgspec.UNSET
+    if mixture:
+        digest = content_hash(digest, mixture)
     dtype_name: Literal["uint16", "uint32"] = "uint16" if dtype.itemsize == 2 else "uint32"
-    skipped = source.skipped.entries()
-    recoded = source.recoded.entries() or msgspec.UNSET
+    skipped = source.skipped()
+    recoded = source.recoded() or msgspec.UNSET
+    train_split = joined.splits["train"]
+    val_split = joined.splits["val"]
     manifest = CorpusManifest(
         hash=digest,
-        source=data.source,
+        source=data.line,
         vocab_size=vocab_size,
         end_of_text=words.end_of_text,
         dtype=dtype_name,
-        train=splits["train"],
-        val=splits["val"],
+        train=train_split,
+        val=val_split,
         unigram_nats=unigram,
         bigram_nats=bigram,
         exact_duplicates=decision.exact,
         near_duplicates=decision.near,
         skipped=skipped,
         recoded=recoded,
+        parts=mixture,
     )
     save(manifest, final / "corpus.json")
     folder = work.parent / manifest.hash
@@ -254,6 +270,41 @@ def _build_corpus(
     if not folder.exists():
         os.replace(final, folder)
     return folder, manifest
+
+
+def _describe_parts(
+    source: OpenedSources, part_of: list[int], joined: shard_stages.JoinedShards
+) -> tuple[CorpusPart, ...]:
+    """Sum up the documents and tokens of each source in both splits. Refuses a source without
+    either."""
+    described = []
+    for number, part in enumerate(source.parts):
+        sizes = dict[SplitName, PartSize]()
+        for split in SPLITS:
+            of_shards = zip(part_of, joined.sizes[split], strict=True)
+            own = [size for shard_part, size in of_shards if shard_part == number]
+            sizes[split] = PartSize(
+                tokens=sum(size.tokens for size in own),
+                documents=sum(size.documents for size in own),
+                text_bytes=sum(size.text_bytes for size in own),
+            )
+        if not sizes["train"].documents or not sizes["val"].documents:
+            raise _refuse_empty_part(part, sizes)
+        described.append(
+            CorpusPart(name=part.name, source=part.source, replay=part.replay, **sizes)
+        )
+    return tuple(described)
+
+
+def _refuse_empty_part(part: NamedPart, sizes: dict[SplitName, PartSize]) -> Refusal:
+    lacking = "to train on" if not sizes["train"].documents else "to validate on"
+    return Refusal(
+        "no-documents",
+        what="a source of the mixture holds too little text that the others do not hold",
+        where=part.source,
+        fact=f"after copies are left out, {part.name!r} has nothing {lacking}",
+        remedy="leave this source out, or write in run.yaml: data: {dedup: false}",
+    )
 
 
 def _is_sound(folder: Path, manifest: CorpusManifest) -> bool:
@@ -290,15 +341,17 @@ def _copy_tokenizer(where: str, vocab: int | Literal["auto"], tokenizer_file: Pa
 
 
 def _spool_source(
-    source: Source, data: DataConfig, work: Path, write_line: WriteLine
+    source: OpenedSources, data: DataConfig, work: Path, write_line: WriteLine
 ) -> list[shard_stages.FinishedShard]:
     """Spool the source; refuses one without text, and a disk too small for the rest of the work."""
-    write_line(f"reading {data.source}")
-    shards = shard_stages.spool_source(source, work)
-    if not shards:
-        raise _nothing_read(source, data)
+    write_line(f"reading {data.line}")
+    shards = shard_stages.spool_sources(source.sources, work)
+    read = {shard.part for shard in shards}
+    for part, opened in enumerate(source.sources):
+        if part not in read:
+            raise _nothing_read(opened, source.parts[part])
     if data.bad == "refuse":
-        _refuse_bad(source.skipped.entries(), data)
+        _refuse_bad(source.skipped(), data)
     text_bytes = sum(shard.text_bytes for shard in shards)
     documents = sum(shard.documents for shard in shards)
     many = f"{format_count(documents)} documents" if documents > 1 else "1 document"
@@ -307,7 +360,7 @@ def _spool_source(
     return shards
 
 
-def _nothing_read(source: Source, data: DataConfig) -> Refusal:
+def _nothing_read(source: Source, part: NamedPart) -> Refusal:
     """Return the refusal of a source without text; where files are damaged, it asks to mend
     them."""
     kinds = by_kind(source.skipped.entries())
@@ -317,7 +370,7 @@ def _nothing_read(source: Source, data: DataConfig) -> Refusal:
     if is_bad and kinds[0].reason == UNKNOWN_ENCODING:
         code = "not-utf8"
     remedy = "name a folder that holds text files: farspan init FOLDER"
-    if is_bad and kinds[0].reason == lacks_text(data.fields):
+    if is_bad and kinds[0].reason == lacks_text(part.fields):
         remedy = (
             "name the columns that hold the text: "
             f"{command('prepare', '--set', 'data.fields.text=COLUMN')}"
@@ -327,7 +380,7 @@ def _nothing_read(source: Source, data: DataConfig) -> Refusal:
     return Refusal(
         code,
         what="nothing in the source can be read" if is_bad else "the source holds no text",
-        where=data.source,
+        where=part.source,
         fact=f"no document has any text; skipped: {'; '.join(map(str, kinds[:3])) or 'nothing'}",
         remedy=remedy,
     )
@@ -341,7 +394,7 @@ def _refuse_bad(skipped: Iterable[Skipped | str], data: DataConfig) -> None:
     raise Refusal(
         "source-unreadable",
         what="files or rows of the source cannot be read",
-        where=data.source,
+        where=data.line,
         fact="; ".join(map(str, by_kind(bad))),
         remedy=f"leave them out: {command('prepare', '--set', 'data.bad=skip')}",
         key="data.bad",

@@ -11,12 +11,13 @@ import functools
 import hashlib
 import itertools
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from farspan.corpus import tokenizer as tokenizers
 from farspan.corpus.documents import (
@@ -31,7 +32,7 @@ from farspan.corpus.documents import (
 from farspan.corpus.processes import spawn_pool
 from farspan.corpus.sources import Source
 from farspan.corpus.token_files import checksums_of
-from farspan.domain.corpus import Document, Split
+from farspan.domain.corpus import SPLITS, Document, PartSize, Split, SplitName
 from farspan.domain.own_files import open_own
 from farspan.domain.struct_files import load, save
 
@@ -43,7 +44,7 @@ DOCUMENT_DROPPED = 0
 TRAIN = 1
 VAL = 2
 CUT = 3
-_SPLITS = {"train": TRAIN, "val": VAL}
+_FATES: dict[SplitName, int] = {"train": TRAIN, "val": VAL}
 
 
 class FinishedShard(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,26 +53,31 @@ class FinishedShard(msgspec.Struct, frozen=True, kw_only=True):
     documents: int
     text_bytes: int
     digest: str
+    #: The number of its source.
+    part: int = 0
 
 
-def spool_source(source: Source, work: Path) -> list[FinishedShard]:
-    """Write the source's documents, cleaned, to WORK/00000.docs and so on; finished shards are kept
-    as they are."""
+def spool_sources(sources: Sequence[Source], work: Path) -> list[FinishedShard]:
+    """Write the sources' documents, cleaned, to WORK/00000.docs and so on; finished shards are kept
+    as they are. A shard holds text of one source."""
     shards: list[FinishedShard] = []
     while (marker := work / f"{len(shards):05}.shard").exists():
         shards.append(load(marker, FinishedShard))
-    # Documents of the finished shards are read again and left out.
-    parts = itertools.chain.from_iterable(map(cut_document, source.documents()))
-    finished = sum(shard.documents for shard in shards)
-    rest = itertools.islice(parts, finished, None)
-    while documents := _take_shard(rest):
-        stem = work / f"{len(shards):05}"
-        write_documents(stem.with_suffix(".docs"), documents)
-        digest = hashlib.sha256(b"".join(map(_encode_content, documents))).hexdigest()
-        text_bytes = sum(len(document.text.encode()) for document in documents)
-        shard = FinishedShard(documents=len(documents), text_bytes=text_bytes, digest=digest)
-        save(shard, stem.with_suffix(".shard"))
-        shards.append(shard)
+    for part, source in enumerate(sources):
+        # Documents of the finished shards are read again and left out.
+        pieces = itertools.chain.from_iterable(map(cut_document, source.documents()))
+        finished = sum(shard.documents for shard in shards if shard.part == part)
+        rest = itertools.islice(pieces, finished, None)
+        while documents := _take_shard(rest):
+            stem = work / f"{len(shards):05}"
+            write_documents(stem.with_suffix(".docs"), documents)
+            digest = hashlib.sha256(b"".join(map(_encode_content, documents))).hexdigest()
+            text_bytes = sum(len(document.text.encode()) for document in documents)
+            shard = FinishedShard(
+                documents=len(documents), text_bytes=text_bytes, digest=digest, part=part
+            )
+            save(shard, stem.with_suffix(".shard"))
+            shards.append(shard)
     return shards
 
 
@@ -148,7 +154,7 @@ def encode_shard(stem: Path, tokenizer_file: Path) -> None:
     UTF-8 bytes (.sizes.npy [2, documents])."""
     tokenizer = _load_tokenizer(tokenizer_file)
     dtype = token_dtype(tokenizer.vocab_size)
-    for split, fate in _SPLITS.items():
+    for split, fate in _FATES.items():
         documents = list(read_chosen(stem, fate))
         texts = [document.text for document in documents]
         lengths: list[int] = []
@@ -168,20 +174,29 @@ def write_copies(stem: Path) -> None:
     write_documents(stem.with_suffix(".copies.zst"), read_chosen(stem, DOCUMENT_DROPPED))
 
 
-def join_shards(stems: list[Path], folder: Path) -> dict[str, Split]:
+class JoinedShards(NamedTuple):
+    """Both splits, and what each shard has in them."""
+
+    splits: dict[SplitName, Split]
+    sizes: dict[SplitName, list[PartSize]]
+
+
+def join_shards(stems: list[Path], folder: Path) -> JoinedShards:
     """Concatenate what `encode_shard` and `write_copies` wrote, in a new FOLDER:
     {train,val}.{bin,idx}, documents.jsonl.zst and copies.jsonl.zst."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    splits = {}
+    splits = dict[SplitName, Split]()
+    of_shards = dict[SplitName, list[PartSize]]()
     with open_own(folder / DOCUMENTS, "wb") as documents:
-        for split in _SPLITS:
+        for split in SPLITS:
             token_file = folder / f"{split}.bin"
             with open_own(token_file, "wb") as tokens:
                 for stem in stems:
                     tokens.write(stem.with_suffix(f".{split}.bin").read_bytes())
                     documents.write(stem.with_suffix(f".{split}.zst").read_bytes())
             sizes = [np.load(stem.with_suffix(f".{split}.sizes.npy")) for stem in stems]
+            of_shards[split] = [_sum_sizes(*size) for size in sizes]
             lengths, text_bytes = np.hstack(sizes)
             offsets = np.concatenate([[0], np.cumsum(lengths)])
             index_file = folder / f"{split}.idx"
@@ -197,4 +212,10 @@ def join_shards(stems: list[Path], folder: Path) -> dict[str, Split]:
     with open_own(folder / COPIES, "wb") as copies:
         for stem in stems:
             copies.write(stem.with_suffix(".copies.zst").read_bytes())
-    return splits
+    return JoinedShards(splits, of_shards)
+
+
+def _sum_sizes(lengths: npt.NDArray[np.int64], text_bytes: npt.NDArray[np.int64]) -> PartSize:
+    return PartSize(
+        tokens=int(lengths.sum()), documents=len(lengths), text_bytes=int(text_bytes.sum())
+    )

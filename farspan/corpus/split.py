@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,8 +73,11 @@ class Decision(NamedTuple):
         return numbered[order]
 
 
-def decide_split(stems: list[Path], data: DataConfig, *, must_split: bool) -> Decision:
-    """Find duplicates, choose what is held out, and write each shard's fates.
+def decide_split(
+    stems: list[Path], data: DataConfig, *, must_split: bool, parts: Sequence[int]
+) -> Decision:
+    """Find duplicates, choose what is held out of each source, and write each shard's fates.
+    `parts`: the number of each shard's source, in order.
 
     Refuses (no-documents) a text that is too short to hold any of it out, if it `must_split`.
     """
@@ -85,26 +89,40 @@ def decide_split(stems: list[Path], data: DataConfig, *, must_split: bool) -> De
     if data.dedup:
         exact = len(texts) - len(np.unique(texts))
         near = int(copies.sum()) - exact
+    dropped = copies & data.dedup
     # Every document goes by the least hash of its cluster.
     keys = texts.copy()
     np.minimum.at(keys, clusters, texts)
     keys = keys[clusters]
     share = parse_fraction(data.val)
-    is_held_out = below_share(keys, share)
-    is_split = bool(is_held_out.any() and not is_held_out.all())
-    if not is_split:
-        is_held_out = of_least_hash(keys)
-    fates = np.where(is_held_out, np.uint8(shard_stages.VAL), np.uint8(shard_stages.TRAIN))
-    dropped = copies & data.dedup
-    fates[dropped] = shard_stages.DOCUMENT_DROPPED
-    cuts = np.zeros(len(fates), np.int64)
-    if share and not is_split:
-        texts_to_cut = _texts_to_cut(stems, keys, dropped)
-        _hold_out_end(texts_to_cut, fates, cuts, share)
-        # Copies of what is cut are cut alike, so that their halves are copies too.
-        for document in np.flatnonzero(cuts):
-            is_copy = dropped & (texts == texts[document])
-            cuts[is_copy] = cuts[document]
+    fates = np.full(len(keys), np.uint8(shard_stages.DOCUMENT_DROPPED))
+    cuts = np.zeros(len(keys), np.int64)
+    for first, stop in _part_shards(parts):
+        rows = slice(shards.first[first], shards.first[stop])
+        kept = ~dropped[rows]
+        if not kept.any():
+            continue
+        part_keys = keys[rows]
+        is_held_out = below_share(part_keys, share)
+        is_split = bool(is_held_out[kept].any() and not is_held_out[kept].all())
+        if not is_split:
+            is_held_out[kept] = of_least_hash(part_keys[kept])
+        side = np.where(is_held_out, np.uint8(shard_stages.VAL), np.uint8(shard_stages.TRAIN))
+        # Views: what is written to them is written to the whole.
+        part_fates = fates[rows]
+        part_fates[kept] = side[kept]
+        if share and not is_split:
+            texts_to_cut = _texts_to_cut(stems[first:stop], part_keys, dropped[rows])
+            _hold_out_end(texts_to_cut, part_fates, cuts[rows], share)
+    # What one source alone has to hold out is not trained on in another.
+    held_clusters = clusters[fates == shard_stages.VAL]
+    is_held_cluster = np.zeros(len(fates), bool)
+    is_held_cluster[held_clusters] = True
+    fates[(fates == shard_stages.TRAIN) & is_held_cluster[clusters]] = shard_stages.VAL
+    # Copies of what is cut are cut alike, so that their halves are copies too.
+    for document in np.flatnonzero(cuts):
+        is_copy = dropped & (texts == texts[document])
+        cuts[is_copy] = cuts[document]
     has_held_out = np.isin(fates, (shard_stages.VAL, shard_stages.CUT)).any()
     if must_split and not (share and has_held_out):
         raise _nothing_held_out(data)
@@ -113,6 +131,15 @@ def decide_split(stems: list[Path], data: DataConfig, *, must_split: bool) -> De
         columns = np.stack([fates[rows].astype(np.int64), cuts[rows]])
         write_array(stem.with_suffix(".fates.npy"), columns)
     return Decision(fates, cuts, clusters, exact, near)
+
+
+def _part_shards(parts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first shard of each source and the one after its last."""
+    start = 0
+    for _, shards in itertools.groupby(parts):
+        stop = start + len(list(shards))
+        yield start, stop
+        start = stop
 
 
 def below_share(keys: dedup.U64, share: float) -> npt.NDArray[np.bool_]:
@@ -204,14 +231,16 @@ def place_to_cut(text: str, target: int, reach: int) -> int:
 def _nothing_held_out(data: DataConfig) -> Refusal:
     if parse_fraction(data.val):
         fact = "all of its text is one character, so none of it can be held out"
-        remedy = f"add text to {shell_word(data.source)}"
+        remedy = f"add text to {shell_word(data.line)}"
     else:
         fact = f"data.val is {data.val}: nothing is held out"
-        remedy = f"write in run.yaml: data: {{source: {yaml_word(data.source)}, val: 5%}}"
+        remedy = "set data.val: 5%"
+    if not parse_fraction(data.val) and not data.is_mixture:
+        remedy = f"write in run.yaml: data: {{source: {yaml_word(data.line)}, val: 5%}}"
     return Refusal(
         "no-documents",
         what="the validation part of this corpus would be empty",
-        where=data.source,
+        where=data.line,
         fact=fact,
         remedy=remedy,
     )

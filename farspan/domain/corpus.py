@@ -172,6 +172,25 @@ class Split(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     offset_checksums: bytes | msgspec.UnsetType = msgspec.UNSET
 
 
+class PartSize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How much of a split belongs to one source."""
+
+    tokens: int
+    documents: int
+    text_bytes: int
+
+
+class CorpusPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One source of a mixture. In both splits its documents follow those of the parts before."""
+
+    name: str
+    source: str
+    train: PartSize
+    val: PartSize
+    #: True for text that is trained on against forgetting: neither searched nor judged by.
+    replay: bool = False
+
+
 class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`hash` covers source content, split, tokenizer and format: equal hash, equal bytes.
 
@@ -199,6 +218,8 @@ class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     skipped: tuple[Skipped, ...] = ()
     #: Files that were read in another encoding than UTF-8, in the same form; left out without any.
     recoded: tuple[Skipped, ...] | msgspec.UnsetType = msgspec.UNSET
+    #: The sources of a mixture in their order; unset for a single source.
+    parts: tuple[CorpusPart, ...] | msgspec.UnsetType = msgspec.UNSET
 
     def without_checksums(self) -> CorpusManifest:
         """Return the manifest as people and programs read it."""
@@ -206,6 +227,34 @@ class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         train = msgspec.structs.replace(self.train, **bare)
         val = msgspec.structs.replace(self.val, **bare)
         return msgspec.structs.replace(self, train=train, val=val)
+
+    def epoch_tokens(self, shares: tuple[float, ...] | msgspec.UnsetType) -> int:
+        """Return the tokens after which training has read as much of the text as there is.
+
+        `shares` are those of a mixture's parts: what is replayed is read in addition.
+        """
+        if not self.parts or not shares:
+            return self.train.tokens
+        own_tokens = 0
+        own_share = 0.0
+        for part, share in zip(self.parts, shares, strict=True):
+            if not part.replay:
+                own_tokens += part.train.tokens
+                own_share += share
+        return round(own_tokens / own_share)
+
+    def own_documents(self, split: SplitName) -> int:
+        """Count the documents of a split that are not replayed; they come first."""
+        is_train = split == "train"
+        if not self.parts:
+            return self.train.documents if is_train else self.val.documents
+        own = [part for part in self.parts if not part.replay]
+        return sum(part.train.documents if is_train else part.val.documents for part in own)
+
+    @property
+    def replays(self) -> bool:
+        """True if a part of the corpus is trained on against forgetting only."""
+        return any(part.replay for part in self.parts or ())
 
     @property
     def duplicates_line(self) -> str:

@@ -178,6 +178,16 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
         return figures
 
 
+class SourceLoss(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The mean loss of `tokens` of one source of a mixture, nats a token."""
+
+    loss: float
+    bits_per_byte: float
+    tokens: int
+    #: As that of `Validated`.
+    standard_error: float | None = None
+
+
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """What a run took; the fields of `Estimate`, so that comparing is subtracting."""
 
@@ -210,3 +220,5 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     #: After which step the loss was `best_val_loss`, and on how many tokens.
     best_val_step: int | None = None
     best_val_tokens: int | None = None
+    #: Of a mixture, by source.
+    val_sources: dict[str, SourceLoss] | msgspec.UnsetType = msgspec.UNSET

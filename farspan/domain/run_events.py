@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from farspan.domain.cost import Estimate
+from farspan.domain.cost import Estimate, SourceLoss
 from farspan.domain.decoding import json_decoder
 from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Problem, Refusal
@@ -121,6 +121,8 @@ class Validated(_Event, frozen=True, kw_only=True, tag="validated"):
     #: read.
     sample_loss: float | None = None
     sample_tokens: int | None = None
+    #: Of a mixture: by source. `loss` weighs them as training does, without what is replayed.
+    sources: dict[str, SourceLoss] | msgspec.UnsetType = msgspec.UNSET
 
     def __str__(self) -> str:
         best = " · best so far" if self.best else ""

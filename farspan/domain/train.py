@@ -92,6 +92,9 @@ class TrainSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     #: for activations: each is another sample's.
     wan_bits: Literal[8, 16, 32] = 32
     seed: int = 0
+    #: Of each source of a mixture, in the corpus's order, the share of the samples that are its
+    #: own. Unset for a single source.
+    shares: tuple[float, ...] | msgspec.UnsetType = msgspec.UNSET
     #: Steps between validations, and how many tokens of the validation split each of these reads
     #: (0: all).
     validate_every: Positive = 100

@@ -275,6 +275,8 @@ def _remedy(config: RunConfig, corpus: CorpusManifest, seq_len: int) -> str:
         for percent in (10, 20, 30):
             held_out = (train.tokens + val.tokens) * percent / 100
             if held_out >= ENOUGH_HELD_OUT * needed and percent > asked_percent:
+                if corpus.parts:
+                    return f"set data.val: {percent:d}%"
                 path_word = yaml_word(corpus.source)
                 return f"write in run.yaml: data: {{source: {path_word}, val: {percent:d}%}}"
     # The split stays as it is while the text grows.

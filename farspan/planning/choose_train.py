@@ -21,6 +21,7 @@ from farspan.domain.units import counted, format_count, format_seconds
 from farspan.estimate.interruptions import choose_save_interval
 from farspan.planning.choose_model import ChosenModel
 from farspan.planning.device_modes import settle_asked
+from farspan.planning.mixture import choose_shares, warn_repeats
 from farspan.planning.model_speed import step_seconds
 from farspan.planning.quantities import (
     asked_rows,
@@ -38,6 +39,8 @@ from farspan.semantics.compile_choice import NO_NVIDIA_GPU, SCALED_LOSS, is_for_
 #: third).
 VALIDATIONS = 12
 VALIDATION_SHARE = 0.05
+#: Windows of a source that each validation reads at least.
+FEWEST_VALIDATED = 16
 #: Validations in a row, each clearly worse than the best, after which a run that reads its text
 #: again and again ends: a quarter of the run. A choice, not a fit.
 PATIENCE = 3
@@ -109,7 +112,9 @@ def choose_train(
     seconds = math.inf if end_s is None else (1 - OVERHEAD_SHARE) * end_s
 
     # The batch goes by the run's tokens, which the tightest limit bounds.
-    limits = _token_limits(config, chosen.model, corpus, timed=end_s is not None)
+    shares = choose_shares(config.data_config, corpus)
+    epoch_tokens = corpus.epoch_tokens(shares)
+    limits = _token_limits(config, chosen.model, epoch_tokens, timed=end_s is not None)
     in_time = seconds / step_seconds(1, seq_len, speed, cluster) * workers * seq_len
     run_tokens = min(in_time, *(tokens for tokens, _ in limits))
     batch, batch_from = _choose_batch(config, chosen, corpus, workers, run_tokens)
@@ -123,7 +128,7 @@ def choose_train(
     validate_every = asked.validate_every
     if validate_every == "auto":
         validate_every = -(-steps // VALIDATIONS)
-    epochs = steps * step_tokens / corpus.train.tokens
+    epochs = steps * step_tokens / epoch_tokens
     patience = asked.patience
     if patience == "auto":
         patience = PATIENCE if epochs > FRESH_EPOCHS else 0
@@ -138,6 +143,7 @@ def choose_train(
         validate_every=validate_every,
         validate_tokens=validate_tokens,
         patience=patience,
+        shares=shares,
     )
     best_s = None
     if config.checkpoint.every == "auto":
@@ -215,25 +221,24 @@ def _choose_precision(
 
 
 def _token_limits(
-    config: RunConfig, model: ModelSpec, corpus: CorpusManifest, timed: bool
+    config: RunConfig, model: ModelSpec, epoch_tokens: int, timed: bool
 ) -> list[tuple[float, str]]:
     """Return bounds of the run's tokens, and where each came from: those that run.yaml gives, or
     else a default."""
     asked = config.train
-    corpus_tokens = corpus.train.tokens
     limits: list[tuple[float, str]] = []
     if asked.tokens is not None:
         limits.append(
             (asked_tokens(asked.tokens, count_parameters(model)), "run.yaml: train.tokens")
         )
     if asked.epochs is not None:
-        limits.append((asked.epochs * corpus_tokens, "run.yaml: train.epochs"))
+        limits.append((asked.epochs * epoch_tokens, "run.yaml: train.epochs"))
     if limits:
         return limits
     if timed:
         origin = f"default: {MAX_USEFUL_EPOCHS} epochs, before the budget ends"
-        return [(MAX_USEFUL_EPOCHS * corpus_tokens, origin)]
-    tokens = min(TOKENS_PER_PARAMETER * count_parameters(model), FRESH_EPOCHS * corpus_tokens)
+        return [(MAX_USEFUL_EPOCHS * epoch_tokens, origin)]
+    tokens = min(TOKENS_PER_PARAMETER * count_parameters(model), FRESH_EPOCHS * epoch_tokens)
     return [(tokens, "default: the fewer of 20 tokens a parameter and 4 epochs")]
 
 
@@ -328,15 +333,16 @@ def _choose_warmup(config: RunConfig, steps: int) -> int:
 
 def _validate_tokens(corpus: CorpusManifest, run_tokens: int, seq_len: int) -> int:
     """Return the tokens of one validation (0: all) so that all of them take VALIDATION_SHARE of the
-    run; 16 windows at least."""
+    run; FEWEST_VALIDATED windows of each source at least."""
     affordable = VALIDATION_SHARE * 3 * run_tokens / VALIDATIONS
-    windows = max(16, int(affordable // seq_len))
+    fewest = FEWEST_VALIDATED * len(corpus.parts or ("one",))
+    windows = max(fewest, int(affordable // seq_len))
     return 0 if windows * seq_len >= corpus.val.tokens else windows * seq_len
 
 
 def _list_warnings(model: ModelSpec, corpus: CorpusManifest, train: TrainSpec) -> tuple[str, ...]:
     count = count_parameters(model)
-    corpus_tokens = corpus.train.tokens
+    corpus_tokens = corpus.epoch_tokens(train.shares)
     seen = train.steps * train.tokens_per_step
     warnings = []
     fresh = min(FRESH_EPOCHS * corpus_tokens, seen)
@@ -353,4 +359,6 @@ def _list_warnings(model: ModelSpec, corpus: CorpusManifest, train: TrainSpec) -
             f"the run reads the corpus {epochs:.3g} times; beyond {FRESH_EPOCHS} repeats teach "
             "less and less (arXiv 2305.16264): more text, or fewer steps"
         )
+    else:
+        warnings += warn_repeats(corpus, train)
     return tuple(warnings)

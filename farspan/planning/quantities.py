@@ -14,6 +14,7 @@ from farspan.corpus.hub_models import is_hub_id
 from farspan.domain.cluster import Cluster
 from farspan.domain.config import (
     CheckpointConfig,
+    DataConfig,
     IndexConfig,
     Quantity,
     RunConfig,
@@ -241,6 +242,7 @@ def check_quantities(config: RunConfig) -> None:
             "more than half of the text would be held out",
             "set data.val: 50%",
         )
+    _check_mixture(config.data_config)
     if config.train.tokens is not None:
         asked_tokens(config.train.tokens, 1)
     model = config.model
@@ -263,3 +265,32 @@ def check_quantities(config: RunConfig) -> None:
             fact = f"{first} = {values[first]} sets the same"
             remedy = f"remove {key_word(second)} or {key_word(first)}"
             raise out_of_range(second, values[second], fact, remedy)
+
+
+def _check_mixture(data: DataConfig) -> None:
+    """Refuse weights and shares that no mixture can have. Raises Refusal (out-of-range)."""
+    weights = [part.weight for part in data.parts if not part.replay]
+    given = [weight for weight in weights if weight is not None]
+    if given and len(given) < len(weights):
+        raise out_of_range(
+            "data.source",
+            f"{len(given)} weights for {len(weights)} sources",
+            "the sources without a weight have no share",
+            "give every source a weight, or none",
+        )
+    if given and not sum(given):
+        raise out_of_range(
+            "data.source", "weights of 0", "no source would be read", "raise one weight above 0"
+        )
+    replay = data.replayed
+    if replay is not None:
+        share = parse_positive(
+            parse_fraction, replay.share, "data.replay.share", "5%", within=("0%", "100%")
+        )
+        if share >= 1:
+            raise out_of_range(
+                "data.replay.share",
+                replay.share,
+                "nothing of your own text would be read",
+                "set data.replay.share: 5%",
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
+from farspan.domain.corpus import CorpusManifest
 from farspan.domain.cost import Measurement
 from farspan.domain.run_events import Validated
 from farspan.report.history import RunHistory
@@ -83,6 +84,8 @@ def loss_notes(run: RunHistory, measured: Measurement) -> list[str]:
     start = start_validation(run)
     if start is not None and end is not None and end.step > 0:
         lines.append(compare_start(start, end))
+    if end is not None and end.sources:
+        lines.append(describe_sources(run.corpus, start, end))
     bests = [event for event in run.history.validations if event.best]
     if bests and end is not None and bests[-1].step < end.step:
         best_loss, tokens, of = comparable_loss(bests[-1])
@@ -95,6 +98,21 @@ def loss_notes(run: RunHistory, measured: Measurement) -> list[str]:
     if short := warn_shortfall(run, measured):
         lines.append(short)
     return lines
+
+
+def describe_sources(corpus: CorpusManifest, start: Validated | None, end: Validated) -> str:
+    """Describe the loss of each source of a mixture, nats a token; with what it was `start`ed
+    with."""
+    replayed = {part.name for part in corpus.parts or () if part.replay}
+    described = []
+    for name, source in (end.sources or {}).items():
+        text = f"{name} {source.loss:.3f}"
+        if start is not None and start is not end and start.sources:
+            text += f" (before {start.sources[name].loss:.3f})"
+        if name in replayed:
+            text += ", replayed and not counted"
+        described.append(text)
+    return f"validation loss by source: {'; '.join(described)}"
 
 
 def start_validation(run: RunHistory) -> Validated | None:
@@ -122,7 +140,7 @@ def warn_shortfall(run: RunHistory, measured: Measurement) -> str | None:
     unigram = measured.unigram_nats
     if loss is None or unigram is None or loss <= unigram:
         return None
-    epochs = measured.tokens / max(1, run.corpus.train.tokens)
+    epochs = measured.tokens / max(1, run.corpus.epoch_tokens(run.plan.train.shares))
     overfitted = measured.train_loss < min(unigram, loss - OVERFITTED_NATS)
     if _loss_rose(run):
         helps = LOWER_RATE

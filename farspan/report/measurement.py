@@ -73,6 +73,7 @@ def measure_run(run: RunHistory) -> Measurement | None:
     best = min(history.validations, key=lambda event: losses.comparable_loss(event)[0])
     best_val_loss, best_val_tokens, _ = losses.comparable_loss(best)
     best_step = best.step
+    measured = replace(measured, val_sources=last.sources)
     return replace(
         measured,
         val_loss=last.loss,

@@ -7,7 +7,9 @@ from pathlib import PurePath
 
 from farspan import models
 from farspan._version import __version__
+from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import count_parameters
+from farspan.domain.train import TrainSpec
 from farspan.domain.units import counted, format_count
 from farspan.report import losses
 from farspan.report.history import RunHistory
@@ -93,6 +95,14 @@ def embedder_card(run: RunHistory, step: int, dim: int) -> str:
     return card + _EMBEDDER_USE.format(tokens=run.plan.model.context - 1)
 
 
+def _name_text(corpus: CorpusManifest, train: TrainSpec) -> str:
+    """Name the text by its folder, or the sources of a mixture with their shares."""
+    if not corpus.parts or not train.shares:
+        return PurePath(corpus.source).name or corpus.source
+    shares = zip(corpus.parts, train.shares, strict=True)
+    return ", ".join(f"{part.name} ({share:.0%})" for part, share in shares)
+
+
 def _fill_head(
     run: RunHistory, step: int, *, library: str, task: str, kind: str, **more: str
 ) -> str:
@@ -100,11 +110,11 @@ def _fill_head(
     corpus = run.corpus
     model = run.plan.model
     train = run.plan.train
-    source = PurePath(corpus.source).name or corpus.source
+    source = _name_text(corpus, train)
     documents = counted(corpus.train.documents, "document")
     steps = f"{counted(step, 'step')} of {train.tokens_per_step:,} tokens"
     read = step * train.tokens_per_step
-    passes = f"{read / corpus.train.tokens:.2g} passes over the text"
+    passes = f"{read / corpus.epoch_tokens(train.shares):.2g} passes over the text"
     facts = {
         "text": f"{source}: {documents}, {format_count(corpus.train.tokens)} tokens",
         "trained": f"{steps}, {format_count(read)} in all ({passes}), in {train.precision}",

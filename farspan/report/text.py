@@ -46,9 +46,10 @@ def plan_line(
 ) -> str:
     """One line before training: the model, what it reads, and what that is predicted to take."""
     train = plan.train
-    epochs = train.steps * train.tokens_per_step / corpus.train.tokens
+    epoch_tokens = corpus.epoch_tokens(train.shares)
+    epochs = train.steps * train.tokens_per_step / epoch_tokens
     times = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
-    reads = f"{format_count(corpus.train.tokens)} tokens x {times} epoch"
+    reads = f"{format_count(epoch_tokens)} tokens x {times} epoch"
     if times != "1":
         reads += "s"
     steps = f"{counted(train.steps, 'step')} of {train.tokens_per_step:,} tokens"

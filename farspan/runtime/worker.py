@@ -75,7 +75,12 @@ from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.preemption_notice import watch_notice
 from farspan.runtime.stop_and_preemption import Launcher, StopRequests
 from farspan.runtime.training.events import EventLog, newest_step
-from farspan.runtime.training.sample_order import PackedWindows, ReshuffledWindows
+from farspan.runtime.training.sample_order import (
+    MixedWindows,
+    PackedWindows,
+    ReshuffledWindows,
+    Windows,
+)
 from farspan.runtime.training.trainer import Trainer
 from farspan.runtime.training.worker_parts import Worker
 from farspan.semantics.compile_choice import runs_compiled
@@ -102,8 +107,8 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
     folder = find_prepared.require_corpus(run, manifest.hash)
     remedy = find_prepared.mending_command(run, folder)
     training, held_out = (TokenFile.open(folder, split, manifest, remedy) for split in SPLITS)
-    train = windows(training, plan.train)
-    val = PackedWindows(held_out.tokens, plan.train.seq_len)
+    train = train_windows(training, plan.train, manifest)
+    val = val_windows(held_out, plan.train, manifest)
     executor = Executor(Topology(plan, group.rank), group.device)
     check_tokens(group, train, val)
     is_continued = record.initial is not None
@@ -129,11 +134,43 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
     return worker
 
 
-def windows(file: TokenFile, train: TrainSpec) -> PackedWindows:
-    """Return the windows that a training reads of its split."""
-    if not train.regular.reshuffle:
+def train_windows(file: TokenFile, train: TrainSpec, manifest: CorpusManifest) -> Windows:
+    """Return the windows that a training reads of its split; of a mixture those of each source."""
+    reshuffle = train.regular.reshuffle
+    if not manifest.parts:
+        if not reshuffle:
+            return PackedWindows(file.tokens, train.seq_len)
+        return ReshuffledWindows(
+            file.tokens, train.seq_len, offsets=file.offsets[:], seed=train.seed
+        )
+    parts = []
+    first = 0
+    first_document = 0
+    for part in manifest.parts:
+        size = part.train.tokens
+        after = first_document + part.train.documents
+        windows = PackedWindows(file.tokens, train.seq_len, first, size)
+        if reshuffle:
+            offsets = file.offsets[first_document : after + 1]
+            windows = ReshuffledWindows(
+                file.tokens, train.seq_len, first, size, offsets=offsets, seed=train.seed
+            )
+        parts.append(windows)
+        first += size
+        first_document = after
+    return MixedWindows(tuple(parts))
+
+
+def val_windows(file: TokenFile, train: TrainSpec, manifest: CorpusManifest) -> Windows:
+    """Return the windows of the validation split; of a mixture those of each source."""
+    if not manifest.parts:
         return PackedWindows(file.tokens, train.seq_len)
-    return ReshuffledWindows(file.tokens, train.seq_len, file.offsets[:], train.seed)
+    parts = []
+    first = 0
+    for part in manifest.parts:
+        parts.append(PackedWindows(file.tokens, train.seq_len, first, part.val.tokens))
+        first += part.val.tokens
+    return MixedWindows(tuple(parts))
 
 
 def prompts(held_out: TokenFile) -> tuple[list[int], ...]:
@@ -143,7 +180,7 @@ def prompts(held_out: TokenFile) -> tuple[list[int], ...]:
     return tuple(held_out.document(i)[:PROMPT_TOKENS].tolist() for i in (0, middle))
 
 
-def check_tokens(group: Group, *files: PackedWindows) -> None:
+def check_tokens(group: Group, *files: Windows) -> None:
     """Refuse workers on hosts with other tokens under the corpus's name."""
     if group.world == 1:
         return

@@ -18,7 +18,7 @@ from farspan.domain.corpus import BLOCK_BYTES, SENT, CorpusManifest, token_file_
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.struct_files import load, to_json
 from farspan.domain.train import TrainSpec
-from farspan.runtime.worker import windows
+from farspan.runtime.worker import train_windows
 from tests import tiny
 
 #: Tokens of a split with seven blocks, the last of them not whole.
@@ -143,11 +143,11 @@ def test_damaged_document_ends_are_noticed_where_documents_are_reshuffled(
     manifest = damaged(whole, tmp_path / "copy", "train.idx", 8 * 3000, 8)
     file = TokenFile.open(tmp_path / "copy", "train", manifest)
     plain = TrainSpec(steps=1, batch=1, seq_len=16, precision="fp32", validate_every=1, seed=0)
-    windows(file, plain)
+    train_windows(file, plain, manifest)
     reshuffled = msgspec.structs.replace(
         plain, regularization=msgspec.structs.replace(plain.regular, reshuffle=True)
     )
-    assert problem_of(windows, file, reshuffled).code == "corpus-damaged"
+    assert problem_of(train_windows, file, reshuffled, manifest).code == "corpus-damaged"
 
 
 def test_a_damaged_copy_that_another_host_sent_counts_as_none(whole: Path, tmp_path: Path) -> None:

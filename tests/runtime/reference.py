@@ -62,7 +62,9 @@ class Data(NamedTuple):
         )
         if train.regular.reshuffle:
             offsets = np.fromfile(corpus / "train.idx", "<i8")
-            windows = ReshuffledWindows(windows.tokens, train.seq_len, offsets, train.seed)
+            windows = ReshuffledWindows(
+                windows.tokens, train.seq_len, offsets=offsets, seed=train.seed
+            )
         vocabulary = load(corpus / "corpus.json", CorpusManifest).vocab_size
         return cls(
             windows,

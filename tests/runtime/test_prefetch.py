@@ -21,7 +21,7 @@ from farspan.runtime.training import batches as batches_module
 from farspan.runtime.training.batches import Batches
 from farspan.runtime.training.prefetch import GROUP_STEPS, Prefetcher, ReadStep
 from farspan.runtime.training.sample_order import PackedWindows, ReshuffledWindows
-from farspan.runtime.worker import windows
+from farspan.runtime.worker import train_windows
 from tests import tiny
 from tests.runtime.test_trainer import TRAIN
 
@@ -145,7 +145,7 @@ def build_alone(plan, run, rank):
     return SimpleNamespace(
         plan=plan,
         executor=executor,
-        train=windows(file, plan.train),
+        train=train_windows(file, plan.train, manifest),
         manifest=manifest,
         group=SimpleNamespace(device=CPU),
     )
@@ -163,7 +163,7 @@ def test_windows_that_are_read_together_are_those_read_one_by_one(tokens, seq_le
     ends = np.array([0, tokens // 3, tokens // 2, tokens], np.int64)
     for split in (
         PackedWindows(values, seq_len),
-        ReshuffledWindows(values, seq_len, ends, seed),
+        ReshuffledWindows(values, seq_len, offsets=ends, seed=seed),
     ):
         last = 3 * split.count - 1 if isinstance(split, ReshuffledWindows) else split.count
         numbers = data.draw(st.lists(st.integers(0, last), min_size=1, max_size=12))

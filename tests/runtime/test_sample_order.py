@@ -112,7 +112,7 @@ def test_a_later_epoch_reads_every_document_whole_in_another_order(lengths, seq_
     ends = np.cumsum([0, *lengths])
     # Each document is its number, and ends with 0.
     documents = [[k + 1] * (n - 1) + [0] for k, n in enumerate(lengths)]
-    windows = ReshuffledWindows(np.concatenate(documents), seq_len, ends, seed)
+    windows = ReshuffledWindows(np.concatenate(documents), seq_len, offsets=ends, seed=seed)
     plain = PackedWindows(windows.tokens, seq_len)
     total = int(ends[-1])
     orders = set()
@@ -146,11 +146,11 @@ def test_epochs_may_be_read_side_by_side():
     one."""
     tokens = np.arange(200) % 50
     ends = np.arange(0, 201, 8)
-    windows = ReshuffledWindows(tokens, 7, ends, 3)
+    windows = ReshuffledWindows(tokens, 7, offsets=ends, seed=3)
     places = np.arange(5 * windows.count, dtype=np.uint64)
     wanted = windows.read(places)
     mixed = np.random.default_rng(0).permutation(places)
-    again = ReshuffledWindows(tokens, 7, ends, 3).read(mixed)
+    again = ReshuffledWindows(tokens, 7, offsets=ends, seed=3).read(mixed)
     assert all((ours == theirs[mixed]).all() for ours, theirs in zip(again, wanted, strict=True))
 
 

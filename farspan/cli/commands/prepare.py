@@ -32,6 +32,11 @@ def run(given: argparse.Namespace, console: Console) -> None:
         console.write_line(
             f"{name}: {tokens} tokens, {documents}, {format_bytes(split.text_bytes)}"
         )
+    for part in manifest.parts or ():
+        tokens = format_count(part.train.tokens)
+        documents = counted(part.train.documents, "document")
+        replayed = ", replayed" if part.replay else ""
+        console.write_line(f"  {part.name}: {tokens} tokens, {documents} to train on{replayed}")
     console.write_line(f"in {folder}")
     readable = manifest.without_checksums()
     console.answer({"folder": str(folder), "manifest": msgspec.to_builtins(readable)})

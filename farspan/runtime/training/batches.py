@@ -14,7 +14,7 @@ from farspan.domain.plan import row_quantum
 from farspan.runtime.parallel.device_step import StepLayout, read_batch
 from farspan.runtime.parallel.pipeline import Batch
 from farspan.runtime.training.prefetch import Prefetcher, ReadStep
-from farspan.runtime.training.sample_order import Indices, SampleOrder, dropout_seeds, mask
+from farspan.runtime.training.sample_order import Indices, dropout_seeds, mask, order_samples
 from farspan.runtime.training.worker_parts import Worker
 
 Arrays = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -30,7 +30,7 @@ class Batches:
         self._worker = worker
         self._train = train = worker.plan.train
         self._topology = topology = worker.executor.topology
-        self.order = SampleOrder(worker.train.count, train.seed, train.regular.reshuffle)
+        self.order = order_samples(worker.train, train)
         #: Rows of a microbatch without samples: the fewest, which count for nothing.
         self._least_rows = row_quantum(topology.mesh, topology.stage.splits)
         self._by_microbatch = topology.samples_by_microbatch(0)

@@ -7,16 +7,22 @@ through all windows in a seeded order, epoch after epoch; step t of a run reads 
 + 1) batch), and a plan only determines which rank reads which. Where documents are reshuffled, the
 tokens of each later epoch are those of the split with its documents in another order; its windows
 are then numbered on from those of the epochs before.
+
+Each source of a mixture has windows and an order of its own. Every MIXTURE_BLOCK samples hold the
+sources by their shares, in a seeded order.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from farspan.corpus.token_files import Tokens, read_rows
+from farspan.domain.train import TrainSpec
 
 Indices = npt.NDArray[np.uint64]
 
@@ -59,20 +65,34 @@ def shuffle_index(index: Indices, size: int, seed: int, epoch: int) -> Indices:
 
 @dataclass(frozen=True)
 class PackedWindows:
-    """The windows of one token file: `tokens` (N,) any integer dtype, `seq_len` inputs each."""
+    """The windows of one token file: `tokens` (N,) any integer dtype, `seq_len` inputs each.
+
+    With `first` and `size` only of that many tokens from there on.
+    """
 
     tokens: Tokens
     seq_len: int
+    first: int = 0
+    size: int | None = None
+
+    @property
+    def num_targets(self) -> int:
+        size = len(self.tokens) if self.size is None else self.size
+        return max(0, size - 1)
 
     @property
     def count(self) -> int:
-        targets = len(self.tokens) - 1
-        return max(0, -(-targets // self.seq_len))
+        return -(-self.num_targets // self.seq_len)
+
+    @property
+    def padding(self) -> int:
+        """The number of a window without targets."""
+        return self.count
 
     def valid(self, window: Indices) -> npt.NDArray[np.int64]:
         """Count the targets of each window: `seq_len`, fewer in the last, none beyond it."""
         start = window.astype(np.int64) * self.seq_len
-        return np.clip(len(self.tokens) - 1 - start, 0, self.seq_len)
+        return np.clip(self.num_targets - start, 0, self.seq_len)
 
     def read(self, window: Indices) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Read inputs and targets (rows, seq_len); missing targets are -1, their inputs 0."""
@@ -83,7 +103,8 @@ class PackedWindows:
         # Whole windows of the file as it lies, in one operation.
         whole = (counts == S) & self._in_file_order(window)
         if whole.any():
-            spans = read_rows(self.tokens, window[whole].astype(np.int64) * S, S + 1)
+            starts = self.first + window[whole].astype(np.int64) * S
+            spans = read_rows(self.tokens, starts, S + 1)
             inputs[whole] = spans[:, :-1]
             targets[whole] = spans[:, 1:]
         for row in np.flatnonzero(~whole & (counts > 0)).tolist():
@@ -99,14 +120,14 @@ class PackedWindows:
 
     def _read_span(self, window: int, count: int) -> npt.NDArray[np.integer]:
         """Return the first `count` tokens of a window and what follows it."""
-        start = window * self.seq_len
+        start = self.first + window * self.seq_len
         return self.tokens[start : start + count]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ReshuffledWindows(PackedWindows):
     """The windows of epoch after epoch, numbered on: of each later one the documents, which begin
-    and end at `offsets`, follow one another in a seeded order."""
+    and end at `offsets` of the file, follow one another in a seeded order."""
 
     offsets: npt.NDArray[np.int64]
     seed: int
@@ -173,6 +194,144 @@ class SampleOrder:
             if self.reshuffled:
                 out[mask] += np.uint64(epoch * self.windows)
         return out
+
+
+#: A window of a mixture has the number of its source from this bit on.
+PART_BIT = 48
+#: Samples of a mixture in which the shares hold: those in whole percent hold exactly.
+MIXTURE_BLOCK = 1000
+
+
+def split_number(window: Indices) -> tuple[npt.NDArray[np.int64], Indices]:
+    """Return the source of each window of a mixture, and the window's number there."""
+    part = (window >> np.uint64(PART_BIT)).astype(np.int64)
+    return part, window & np.uint64((1 << PART_BIT) - 1)
+
+
+def join_number(part: int, window: Indices) -> Indices:
+    """Return the numbers in a mixture of the windows of its source `part`."""
+    return window | np.uint64(part << PART_BIT)
+
+
+@dataclass(frozen=True)
+class MixedWindows:
+    """The windows of a mixture: those of each source, none over the border of two."""
+
+    parts: tuple[PackedWindows, ...]
+
+    @property
+    def tokens(self) -> Tokens:
+        """The tokens of all sources, one after another."""
+        return self.parts[0].tokens
+
+    @property
+    def num_targets(self) -> int:
+        return sum(part.num_targets for part in self.parts)
+
+    @property
+    def count(self) -> int:
+        return sum(part.count for part in self.parts)
+
+    @property
+    def padding(self) -> int:
+        """The number of a window without targets."""
+        return self.parts[0].padding
+
+    def valid(self, window: Indices) -> npt.NDArray[np.int64]:
+        """Count the targets of each window."""
+        part_of, number = split_number(window)
+        valid = np.zeros(len(window), np.int64)
+        for part, windows in enumerate(self.parts):
+            is_own = part_of == part
+            valid[is_own] = windows.valid(number[is_own])
+        return valid
+
+    def read(self, window: Indices) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Read inputs and targets (rows, seq_len); missing targets are -1, their inputs 0."""
+        part_of, number = split_number(window)
+        inputs = np.zeros((len(window), self.parts[0].seq_len), np.int64)
+        targets = np.full_like(inputs, -1)
+        for part, windows in enumerate(self.parts):
+            is_own = part_of == part
+            if is_own.any():
+                inputs[is_own], targets[is_own] = windows.read(number[is_own])
+        return inputs, targets
+
+
+Windows = PackedWindows | MixedWindows
+
+
+@dataclass(frozen=True)
+class MixedOrder:
+    """Sample index -> window of a mixture. The samples of a source walk through its windows, epoch
+    after epoch."""
+
+    orders: tuple[SampleOrder, ...]
+    #: Samples of a block by source.
+    counts: tuple[int, ...]
+    seed: int
+
+    def window(self, sample: npt.NDArray[np.int64]) -> Indices:
+        ends = np.cumsum(self.counts)
+        blocks = sample // MIXTURE_BLOCK
+        slots = np.empty(len(sample), np.int64)
+        for block in np.unique(blocks):
+            in_block = blocks == block
+            places = (sample[in_block] % MIXTURE_BLOCK).astype(np.uint64)
+            # Another seed than those of windows and documents.
+            slots[in_block] = shuffle_index(places, MIXTURE_BLOCK, self.seed + 2, int(block))
+        part_of = np.searchsorted(ends, slots, side="right")
+        out = np.empty(len(sample), np.uint64)
+        for part, order in enumerate(self.orders):
+            is_own = part_of == part
+            first_slot = int(ends[part]) - self.counts[part]
+            # The number of the sample among those of its source.
+            own = blocks[is_own] * self.counts[part] + slots[is_own] - first_slot
+            out[is_own] = join_number(part, order.window(own))
+        return out
+
+
+def count_by_share(shares: Sequence[float], total: int) -> tuple[int, ...]:
+    """Divide `total` by shares that sum to 1, rounded by largest remainder; what has a share gets 1
+    at least."""
+    exact = [share * total for share in shares]
+    counts = [max(int(count), 1 if count > 0 else 0) for count in exact]
+    while sum(counts) > total:
+        counts[counts.index(max(counts))] -= 1
+    remainders = [count - whole for count, whole in zip(exact, counts, strict=True)]
+    largest_first = sorted(range(len(shares)), key=lambda part: -remainders[part])
+    for part in itertools.islice(itertools.cycle(largest_first), total - sum(counts)):
+        counts[part] += 1
+    return tuple(counts)
+
+
+def order_samples(windows: Windows, train: TrainSpec) -> SampleOrder | MixedOrder:
+    """Return the order of all samples of a run over these windows of its training split."""
+    reshuffled = train.regular.reshuffle
+    if isinstance(windows, PackedWindows):
+        return SampleOrder(windows.count, train.seed, reshuffled)
+    assert train.shares
+    orders = [SampleOrder(part.count, train.seed, reshuffled) for part in windows.parts]
+    counts = count_by_share(train.shares, MIXTURE_BLOCK)
+    return MixedOrder(tuple(orders), counts, train.seed)
+
+
+#: Stands for a share of 0 in an order: what has none comes after all else.
+UNSHARED = 1e-12
+
+
+def interleave(counts: Sequence[int], shares: Sequence[float], seed: int) -> Indices:
+    """Return all windows of a mixture, those of each source in a seeded order, so that any first
+    part holds the sources by their shares, as long as they last. What has no share comes last."""
+    numbers = list[Indices]()
+    places = list[npt.NDArray[np.float64]]()
+    for part, (count, share) in enumerate(zip(counts, shares, strict=True)):
+        own = shuffle_index(np.arange(count, dtype=np.uint64), count, seed, 0)
+        numbers.append(join_number(part, own))
+        ranks = np.arange(count, dtype=np.float64) + 0.5
+        places.append(ranks / (share or UNSHARED))
+    order = np.argsort(np.concatenate(places), kind="stable")
+    return np.concatenate(numbers)[order]
 
 
 #: Keys of what else is drawn by sample than the order of windows.

@@ -12,16 +12,27 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from farspan.corpus.entropy import EXACT_TOKENS, ngram_entropies_of
+from farspan.domain.corpus import CorpusManifest
+from farspan.domain.cost import SourceLoss
 from farspan.domain.plan import row_quantum
 from farspan.domain.run_events import Validated
 from farspan.domain.struct_files import content_hash
+from farspan.domain.train import TrainSpec
 from farspan.runtime.checkpoint.manifest import TrainerState
 from farspan.runtime.parallel.pipeline import Batch
 from farspan.runtime.time_budget import TimeBudget
-from farspan.runtime.training.sample_order import Indices, shuffle_index
+from farspan.runtime.training.sample_order import (
+    Indices,
+    MixedWindows,
+    interleave,
+    shuffle_index,
+    split_number,
+)
 from farspan.runtime.training.worker_parts import Worker
 
 #: The last validation of a run reads at most about this many tokens: the standard error of their
@@ -76,13 +87,65 @@ class LossSums(NamedTuple):
         return math.sqrt(variance * unread) / self.tokens
 
 
+class MixedSums(NamedTuple):
+    """Of windows of a mixture: the sums of each source, how many windows each has in all, and what
+    each counts in the mean; 0 for what is replayed."""
+
+    parts: tuple[LossSums, ...]
+    counts: tuple[int, ...]
+    shares: tuple[float, ...]
+
+    @property
+    def windows(self) -> int:
+        return sum(part.windows for part in self.parts)
+
+    @property
+    def tokens(self) -> int:
+        return sum(part.tokens for part in self.parts)
+
+    @property
+    def weights(self) -> list[float]:
+        """What each source counts; they sum to 1. Only sources count that were read."""
+        shares = [
+            share if part.tokens else 0.0
+            for part, share in zip(self.parts, self.shares, strict=True)
+        ]
+        total = sum(shares)
+        return [share / total if total else 0.0 for share in shares]
+
+    @property
+    def mean(self) -> float:
+        """Nats a token."""
+        weighted = zip(self.weights, self.parts, strict=True)
+        return sum(weight * part.mean for weight, part in weighted)
+
+    def plus(self, other: MixedSums) -> MixedSums:
+        parts = [own.plus(its) for own, its in zip(self.parts, other.parts, strict=True)]
+        return MixedSums(tuple(parts), self.counts, self.shares)
+
+    def standard_error(self, of: float) -> float | None:
+        """Of the mean, as that of `LossSums`; `of` is infinite, or the number of all windows."""
+        variance = 0.0
+        for weight, part, count in zip(self.weights, self.parts, self.counts, strict=True):
+            if not weight:
+                continue
+            error = part.standard_error(of if math.isinf(of) else count)
+            if error is None:
+                return None
+            variance += (weight * error) ** 2
+        return math.sqrt(variance)
+
+
+Sums = LossSums | MixedSums
+
+
 class MeasuredLoss(NamedTuple):
     """A validation's losses: of all windows that it read, and of the sample by which all are
     judged; None of those in between, which read no more. `known` where that sample was read
     before."""
 
-    sums: LossSums
-    sample: LossSums
+    sums: Sums
+    sample: Sums
     last: bool
     known: bool
     seconds: float
@@ -110,7 +173,7 @@ class Validation:
         #: The step whose state was validated last, -1 where it is to be read again; and what the
         #: validations in between read of it.
         self.step = -1
-        self._sample = LossSums()
+        self._sample: Sums = LossSums()
         seq_len = plan.train.seq_len
         count = val.count
         #: Windows that a validation in between reads, and that the last one reads at most.
@@ -120,7 +183,14 @@ class Validation:
         self.most = count
         if len(val.tokens) > MOST_TOKENS:
             self.most = max(self.first, MOST_TOKENS // seq_len)
-        self._order = shuffle_index(np.arange(self.most, dtype=np.uint64), count, SEED, 0)
+        #: What each source of a mixture counts in the loss.
+        self._shares = _judged_shares(worker.manifest, plan.train)
+        if isinstance(val, MixedWindows):
+            assert plan.train.shares
+            counts = [part.count for part in val.parts]
+            self._order = interleave(counts, plan.train.shares, SEED)[: self.most]
+        else:
+            self._order = shuffle_index(np.arange(self.most, dtype=np.uint64), count, SEED, 0)
         topology = worker.executor.topology
         #: By replica, the windows of a microbatch that each batch coordinate reads.
         self._sizes = list[list[int]]()
@@ -145,22 +215,44 @@ class Validation:
         """Count the targets of the first `count` windows."""
         return int(self._val.valid(self.windows(0, count)).sum())
 
-    def read(self, first: int, stop: int) -> LossSums:
+    def read(self, first: int, stop: int) -> Sums:
         """Evaluate the losses of these windows, each read once by one worker."""
         chosen = self.windows(first, stop)
         val = self._val
         own = list(self._own_windows(chosen))
         batches = (self._to_device(val.read(windows)) for windows in own)
         losses = self._worker.executor.evaluate_batches(batches)
-        lt = 0.0
-        if losses:
-            targets = np.concatenate([val.valid(windows) for windows in own]).tolist()
-            lt = sum(loss * count for loss, count in zip(losses, targets, strict=True))
-        ll = sum(loss * loss for loss in losses)
-        loss, ll, lt = self._worker.group.all_reduce_sum(sum(losses), ll, lt)
-        valid = val.valid(chosen)
-        tt = float((valid * valid).sum())
-        return LossSums(len(chosen), int(valid.sum()), loss, ll, lt, tt)
+        # Workers that do not compute the loss have none.
+        own_windows = np.concatenate(own) if losses else np.empty(0, np.uint64)
+        own_parts = self._part_of(own_windows)
+        own_targets = val.valid(own_windows)
+        parts = range(len(self._shares))
+        values = list[float]()
+        for part in parts:
+            rows = np.flatnonzero(own_parts == part).tolist()
+            part_losses = [losses[row] for row in rows]
+            targets = own_targets[rows].tolist()
+            lt = sum(loss * count for loss, count in zip(part_losses, targets, strict=True))
+            values += [sum(part_losses), sum(loss * loss for loss in part_losses), lt]
+        values = list(self._worker.group.all_reduce_sum(*values))
+
+        chosen_parts = self._part_of(chosen)
+        sums = []
+        for part in parts:
+            valid = val.valid(chosen[chosen_parts == part])
+            loss, ll, lt = values[3 * part : 3 * part + 3]
+            tt = float((valid * valid).sum())
+            sums.append(LossSums(len(valid), int(valid.sum()), loss, ll, lt, tt))
+        if isinstance(val, MixedWindows):
+            counts = tuple(part.count for part in val.parts)
+            return MixedSums(tuple(sums), counts, self._shares)
+        return sums[0]
+
+    def _part_of(self, windows: Indices) -> NDArray[np.int64]:
+        """Return the source of each window, 0 of a single one."""
+        if isinstance(self._val, MixedWindows):
+            return split_number(windows)[0]
+        return np.zeros(len(windows), np.int64)
 
     def _own_windows(self, chosen: Indices) -> Iterator[Indices]:
         """Yield the windows of each microbatch that this worker reads: the same number on every
@@ -170,7 +262,7 @@ class Validation:
         sizes = self._sizes[replica]
         before = sum(map(sum, self._sizes[:replica])) + sum(sizes[: topology.batch])
         # The window after the last has no targets: it fills up.
-        padding = np.full(self.round, self._val.count, np.uint64)
+        padding = np.full(self.round, self._val.padding, np.uint64)
         filled = np.append(chosen, padding)
         for start in range(before, before + len(chosen), self.round):
             yield filled[start : start + sizes[topology.batch]]
@@ -191,14 +283,14 @@ class Validation:
             return None
         return MeasuredLoss(sums, sample, last, known, self._monotonic() - began)
 
-    def read_timed(self, first: int, stop: int, budget: TimeBudget) -> LossSums:
+    def read_timed(self, first: int, stop: int, budget: TimeBudget) -> Sums:
         """Read windows `first` to `stop`, and let the time budget know how long that took."""
         began = self._monotonic()
         sums = self.read(first, stop)
         budget.measure_validation(sums.tokens, self._monotonic() - began)
         return sums
 
-    def _read_on(self, sums: LossSums, budget: TimeBudget) -> LossSums:
+    def _read_on(self, sums: Sums, budget: TimeBudget) -> Sums:
         """Read the losses of all windows that the last validation has time for, including those of
         `sums`: rank 0 decides how many more are read at a time."""
         group = self._worker.group
@@ -210,7 +302,8 @@ class Validation:
             more = int(group.all_reduce_sum(count)[0])
             if more == 0:
                 break
-            sums = sums.plus(self.read_timed(sums.windows, sums.windows + more, budget))
+            read = self.read_timed(sums.windows, sums.windows + more, budget)
+            sums = _add_sums(sums, read)
         return sums
 
     def update_best(self, step: int, measured: MeasuredLoss) -> bool:
@@ -241,17 +334,24 @@ class Validation:
         unigram = None
         bigram = None
         if self._worker.group.rank == 0:
-            unigram, bigram = self._entropies_of(sums.windows)
+            unigram, bigram = self._entropies_of(sums)
         sample_loss = None
         sample_tokens = None
         if measured.last:
             sample_loss = measured.sample.mean
             sample_tokens = measured.sample.tokens
         # Runs with one name have read the same windows.
-        name = content_hash(manifest.hash, self._plan.train.seq_len, SEED, sums.windows)
-        standard_error = sums.standard_error(self._val.count)
-        all_targets = max(0, len(self._val.tokens) - 1)
+        key = [manifest.hash, self._plan.train.seq_len, SEED, sums.windows]
+        by_source: dict[str, SourceLoss] | msgspec.UnsetType = msgspec.UNSET
         bits_per_byte = mean / math.log(2) * val.tokens / val.text_bytes
+        if isinstance(sums, MixedSums):
+            key.append(self._plan.train.shares)
+            by_source = _describe_sources(manifest, sums)
+            by_part = zip(sums.weights, by_source.values(), strict=True)
+            bits_per_byte = sum(weight * source.bits_per_byte for weight, source in by_part)
+        name = content_hash(*key)
+        standard_error = sums.standard_error(self._val.count)
+        all_targets = self._val.num_targets
         return Validated(
             at=self._worker.clock(),
             step=step,
@@ -267,19 +367,64 @@ class Validation:
             bigram_nats=bigram,
             sample_loss=sample_loss,
             sample_tokens=sample_tokens,
+            sources=by_source,
         )
 
-    def _entropies_of(self, count: int) -> tuple[float, float]:
-        """(unigram, bigram) cross-entropy of the targets of the first `count` windows under the
-        training split's counts, nats a token."""
+    def _entropies_of(self, sums: Sums) -> tuple[float, float]:
+        """(unigram, bigram) cross-entropy of the targets that `sums` are of under the training
+        split's counts, nats a token; of a mixture weighed as its loss."""
         manifest = self._worker.manifest
-        if count == self._val.count and manifest.val.tokens <= EXACT_TOKENS:
+        count = sums.windows
+        is_mixed = isinstance(sums, MixedSums)
+        if not is_mixed and count == self._val.count and manifest.val.tokens <= EXACT_TOKENS:
             return manifest.unigram_nats, manifest.bigram_nats
         if count not in self._entropies:
-            inputs, targets = self._val.read(self.windows(0, count))
-            mask = targets >= 0
+            windows = self.windows(0, count)
+            inputs, targets = self._val.read(windows)
+            part_of = self._part_of(windows)
             train = self._worker.train.tokens
-            self._entropies[count] = ngram_entropies_of(
-                train, inputs[mask], targets[mask], manifest.vocab_size
-            )
+            unigram = 0.0
+            bigram = 0.0
+            for part, weight in enumerate(sums.weights if isinstance(sums, MixedSums) else [1.0]):
+                mask = (targets >= 0) & (part_of == part)[:, None]
+                if weight:
+                    nats = ngram_entropies_of(
+                        train, inputs[mask], targets[mask], manifest.vocab_size
+                    )
+                    unigram += weight * nats[0]
+                    bigram += weight * nats[1]
+            self._entropies[count] = unigram, bigram
         return self._entropies[count]
+
+
+def _add_sums(sums: Sums, more: Sums) -> Sums:
+    if isinstance(sums, MixedSums):
+        assert isinstance(more, MixedSums)
+        return sums.plus(more)
+    assert isinstance(more, LossSums)
+    return sums.plus(more)
+
+
+def _judged_shares(manifest: CorpusManifest, train: TrainSpec) -> tuple[float, ...]:
+    """Return the weight of each source in the loss: its share of the training; 0 for what is
+    replayed."""
+    if not manifest.parts:
+        return (1.0,)
+    assert train.shares
+    judged = zip(manifest.parts, train.shares, strict=True)
+    return tuple(0.0 if part.replay else share for part, share in judged)
+
+
+def _describe_sources(manifest: CorpusManifest, sums: MixedSums) -> dict[str, SourceLoss]:
+    """Return the loss of each source by its name."""
+    assert manifest.parts
+    described = {}
+    for part, own, count in zip(manifest.parts, sums.parts, sums.counts, strict=True):
+        bits_per_byte = own.mean / math.log(2) * part.val.tokens / part.val.text_bytes
+        described[part.name] = SourceLoss(
+            loss=own.mean,
+            bits_per_byte=bits_per_byte,
+            tokens=own.tokens,
+            standard_error=own.standard_error(count),
+        )
+    return described

@@ -14,7 +14,7 @@ from farspan.runtime.comm.worker_group import Group
 from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.state.train_state import TrainState
-from farspan.runtime.training.sample_order import PackedWindows
+from farspan.runtime.training.sample_order import Windows
 
 
 @dataclass
@@ -26,8 +26,8 @@ class Worker:
     group: Group
     executor: Executor
     manifest: CorpusManifest
-    train: PackedWindows
-    val: PackedWindows
+    train: Windows
+    val: Windows
     emit: Callable[[Event], None]
     clock: Callable[[], float]
     #: Whether the run continues a model, instead of beginning with random weights.
