@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.config import RunConfig
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
+from farspan.domain.run_events import Step, decode_events
 from farspan.domain.struct_files import load_yaml
 from farspan.launch.copies import CopyError
 from farspan.launch.copy_run import copy_run, linked_checkpoints
@@ -33,6 +35,11 @@ from farspan.planning.quantities import copy_rate
 
 #: How often the process prints how far it is.
 REPORT_S = 1.0
+#: Events come home at most this much later than a checkpoint, are looked at this often, and at the
+#: end of their file, which holds hundreds of them.
+EVENTS_LAG_S = 10.0
+EVENTS_POLL_S = 0.2
+TAIL_BYTES = 1 << 17
 #: Beside training, and after it.
 LOWEST_PRIORITY = 19
 
@@ -57,6 +64,7 @@ def copy_to_places(
     if window_s is not None:
         window_s /= len(locations)
     with linked_checkpoints(run) as checkpoints:
+        _wait_for_events(run, checkpoints)
         whole = []
         damaged = []
         for path in checkpoints:
@@ -70,6 +78,30 @@ def copy_to_places(
                 run, location, cluster, first, whole, pacer, copy_rate(config.checkpoint), window_s
             )
             yield CopyReport(location=location, fact="; ".join([*damaged, *facts]))
+
+
+def _wait_for_events(run: RunFolder, checkpoints: list[Path]) -> None:
+    """Wait until the run's events record the steps of these checkpoints: those of rank 0 on another
+    host are fetched apart from its checkpoints."""
+    steps = [int(path.name.removeprefix("step-")) for path in checkpoints if path.name != "best"]
+    deadline = time.monotonic() + EVENTS_LAG_S
+    while steps and last_step(run.events) < max(steps) and time.monotonic() < deadline:
+        time.sleep(EVENTS_POLL_S)
+
+
+def last_step(events: Path) -> int:
+    """Return the last step that a run's events record at their end; 0 without any."""
+    if not events.exists():
+        return 0
+    with open(events, "rb") as file:
+        file.seek(max(0, events.stat().st_size - TAIL_BYTES))
+        tail = file.read()
+    whole_lines = tail[: tail.rfind(b"\n") + 1].splitlines()
+    # The first may be the end of a longer one.
+    if len(tail) == TAIL_BYTES:
+        del whole_lines[:1]
+    recorded = decode_events(whole_lines, events)
+    return max((event.step for event in recorded if isinstance(event, Step)), default=0)
 
 
 def _copy_to(

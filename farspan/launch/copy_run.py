@@ -107,9 +107,10 @@ def copy_run(
     if run.epochs.exists():
         writer.put_content("epochs.json", run.epochs.read_bytes())
 
-    # What is not there yet, and its bytes.
+    # The files that are not there yet, and their bytes.
     fixed = _list_fixed_files(run)
-    missing = {}
+    missing = dict[str, Path]()
+    new_checkpoints = dict[str, Path]()
     for name, path in fixed.items():
         if there.get(name) != path.stat().st_size:
             missing[name] = path
@@ -123,17 +124,22 @@ def copy_run(
         if target not in {each.folder for each in list_checkpoints(there)}:
             # The manifest comes last, the best weights before the checkpoint that knows of them.
             files = sorted(folder.iterdir(), key=lambda path: path.name == MANIFEST)
-            missing |= {f"checkpoints/{target}/{path.name}": path for path in files}
+            new_checkpoints |= {f"checkpoints/{target}/{path.name}": path for path in files}
     changed = {name: run.path / name for name in CHANGED_FILES if (run.path / name).exists()}
     if rate is None and window_s is not None:
-        size = sum(path.stat().st_size for path in (*missing.values(), *changed.values()))
+        paths = (*missing.values(), *changed.values(), *new_checkpoints.values())
+        size = sum(path.stat().st_size for path in paths)
         rate = automatic_rate(size, window_s, COPIES_SHARE)
     pacer.set_rate(rate)
 
     for name, path in missing.items():
         writer.put_path(name, path)
+    # The events come before the checkpoint whose steps they record: a run that is restored from it
+    # makes none of these again.
     for name, path in changed.items():
         writer.put_path(name, path, verify=False)
+    for name, path in new_checkpoints.items():
+        writer.put_path(name, path)
     if newest >= 0:
         outdated = outdated_files(copy.list_files(), newest, plan.train.keep, current)
         place.delete_files([f"{copy.folder}/{name}" for name in outdated])

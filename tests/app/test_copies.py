@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from msgspec.structs import replace
@@ -17,7 +18,7 @@ from msgspec.structs import replace
 from farspan.app.checkpoints import flaw_of
 from farspan.app.configs import as_yaml, refuse_edited
 from farspan.app.copy_places import refuse_unusable_places, shared_disk
-from farspan.app.copy_process import copy_to_places
+from farspan.app.copy_process import copy_to_places, last_step
 from farspan.app.copying import RunCopies
 from farspan.app.restoring import (
     fetch_missing_checkpoints,
@@ -39,6 +40,7 @@ from farspan.domain.run_events import Finished, Saved, Step, Warned, read_events
 from farspan.domain.struct_files import load, save
 from farspan.launch.copied_run import CopiedRun, copy_name, list_checkpoints
 from farspan.launch.copies.folder import Folder
+from farspan.launch.copy_run import LINKS_FOLDER
 from farspan.launch.transfer_pacing import Pacer
 from farspan.launch.trust import require_trusted, seal_run
 from tests import tiny
@@ -281,6 +283,52 @@ def test_copier_that_is_killed_at_random_moments_leaves_no_half_copy_that_counts
     assert copied(run) == ""
     assert copied_steps(place, run) == [steps_of(run)[1]]
     assert not list(place.rglob("*.partial"))
+
+
+def test_events_of_a_checkpoint_are_copied_before_it(
+    trained: RunFolder, desk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is lost during a copy leaves no checkpoint without the losses of its steps."""
+    run = twin(trained, desk / "run", asked_for(desk / "place"))
+    put = []
+    put_file = Folder.put_file
+
+    def record(place: Folder, name: str, content: BinaryIO, size: int) -> None:
+        put.append(name.removeprefix(f"{copy_name(run)}/"))
+        put_file(place, name, content, size)
+
+    monkeypatch.setattr(Folder, "put_file", record)
+    assert copied(run) == ""
+    first_checkpoint = min(
+        place for place, name in enumerate(put) if name.startswith("checkpoints/")
+    )
+    for name in ("events.jsonl", "run.json", "corpus.json"):
+        assert put.index(name) < first_checkpoint
+
+
+def test_copy_waits_for_the_events_of_its_checkpoint(trained: RunFolder, desk: Path) -> None:
+    """Rank 0's host sends them apart from the checkpoint, and later."""
+    run = twin(trained, desk / "run", asked_for(desk / "place"))
+    newest = steps_of(run)[-1]
+    lines = run.events.read_bytes().splitlines(keepends=True)
+    late = next(
+        place
+        for place, line in enumerate(lines)
+        if b'"step","at"' in line and f'"step":{newest},'.encode() in line
+    )
+    run.events.write_bytes(b"".join(lines[:late]))
+    assert last_step(run.events) == newest - 1
+    copier = subprocess.Popen(
+        [sys.executable, "-m", "farspan.app.copy_process", str(run.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+    )
+    wait_for((run.path / LINKS_FOLDER).exists, "the checkpoint is linked")
+    with open(run.events, "ab") as file:
+        file.write(b"".join(lines[late:]))
+    assert copier.wait(LIMIT_S) == 0
+    events = desk / "place" / copy_name(run) / "events.jsonl"
+    assert events.read_bytes() == b"".join(lines)
 
 
 def test_full_disk_is_named_and_the_next_copy_is_whole(trained: RunFolder, desk: Path) -> None:
