@@ -51,9 +51,17 @@ class Operator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.einsum.split("->")[1]
 
 
+class OtherBlocks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Blocks that differ from the first layer's in how attention computes: the same operators by
+    name, weights and dims. `layers` counts from 0."""
+
+    layers: tuple[int, ...]
+    block: tuple[Operator, ...]
+
+
 class OpGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Units in order: the embedding, `layers` equal blocks, the head. Operators of a unit feed one
-    another in order, and the residual stream runs from unit to unit as "bsd"."""
+    """Units in order: the embedding, `layers` blocks of one kind or two, the head. Operators of a
+    unit feed one another in order, and the residual stream runs from unit to unit as "bsd"."""
 
     sizes: dict[str, int]
     layers: int
@@ -62,6 +70,8 @@ class OpGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     head: tuple[Operator, ...]
     #: The head's matrix is the embedding's table: stages that hold both ends exchange its gradient.
     tied: bool
+    #: Unset where all blocks are equal.
+    others: OtherBlocks | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def units(self) -> int:
@@ -71,22 +81,48 @@ class OpGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def units_hash(self) -> str:
         """The same for all models of the same units, however many blocks they have."""
-        return content_hash(msgspec.structs.replace(self, layers=1))
+        others = self.others
+        if others:
+            others = msgspec.structs.replace(others, layers=())
+        return content_hash(msgspec.structs.replace(self, layers=1, others=others))
+
+    @property
+    def blocks(self) -> tuple[tuple[Operator, ...], ...]:
+        """Each kind of block once, the first layer's first."""
+        return (self.block, self.others.block) if self.others else (self.block,)
+
+    def is_block(self, unit: tuple[Operator, ...]) -> bool:
+        return any(unit is block for block in self.blocks)
+
+    def is_other(self, unit: tuple[Operator, ...]) -> bool:
+        """Return whether a block, or a part with its attention, is not of the first layer's kind."""
+        if not self.others:
+            return False
+        return any(op.kind == "attention" and op in self.others.block for op in unit)
 
     def unit(self, number: int) -> tuple[Operator, ...]:
         """Return the operators of unit 0 (embedding), 1 to layers (block), or layers + 1 (head)."""
         if number == 0:
             return self.embedding
-        return self.block if number <= self.layers else self.head
+        if number > self.layers:
+            return self.head
+        if self.others and number - 1 in self.others.layers:
+            return self.others.block
+        return self.block
 
     def kinds(self, first: int, last: int) -> tuple[tuple[tuple[Operator, ...], int], ...]:
         """Return the distinct units of a stage [first, last), each with how often it occurs."""
         counted = []
         if first == 0 < last:
             counted.append((self.embedding, 1))
-        blocks = min(last, self.layers + 1) - max(first, 1)
-        if blocks > 0:
-            counted.append((self.block, blocks))
+        here = range(max(first, 1) - 1, min(last, self.layers + 1) - 1)
+        others = 0
+        if self.others:
+            others = sum(layer in here for layer in self.others.layers)
+        if len(here) > others:
+            counted.append((self.block, len(here) - others))
+        if self.others and others:
+            counted.append((self.others.block, others))
         if first < last == self.units:
             counted.append((self.head, 1))
         return tuple(counted)

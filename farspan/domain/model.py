@@ -66,6 +66,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     rope_scaling: RopeScaling | msgspec.UnsetType = msgspec.UNSET
     #: Attention and MLP read the same residual stream, and both are added to it.
     parallel_residual: bool | msgspec.UnsetType = msgspec.UNSET
+    #: Layers, from 0, whose queries and keys no rotary positions turn.
+    unrotated_layers: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         for name in ("layers", "d_model", "heads", "kv_heads", "d_ff", "vocab_size", "context"):
@@ -84,12 +86,19 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 f"rotary_dims must be between 1 and the head size {self.head_dim}, got "
                 f"{self.turned_dims}"
             )
+        for layer in self.unrotated_layers or ():
+            if not 0 <= layer < self.layers:
+                raise ValueError(f"unrotated_layers has {layer}, of {self.layers} layers")
 
     @property
     def head_dim(self) -> int:
         if isinstance(self.head_size, msgspec.UnsetType):
             return self.d_model // self.heads
         return self.head_size
+
+    def rotates(self, layer: int) -> bool:
+        """Return whether rotary positions turn the queries and keys of a layer, from 0."""
+        return self.positions == "rope" and layer not in (self.unrotated_layers or ())
 
     @property
     def turned_dims(self) -> int:

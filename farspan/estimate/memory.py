@@ -93,7 +93,7 @@ def activations_per_row(
     stay; the one block that is computed again is in `recomputed_per_row`."""
     total = 0.0
     for unit, count in graph.kinds(*units):
-        if recompute and unit is graph.block:
+        if recompute and graph.is_block(unit):
             divided = ways if (splits or {}).get(RESIDUAL) == "b" else 1
             total += (
                 count * BYTES[train.precision] * graph.size("bsd", b=1, s=train.seq_len) / divided
@@ -110,8 +110,11 @@ def recomputed_per_row(
     splits: dict[str, str] | None = None,
     ways: int = 1,
 ) -> float:
-    """Bytes of the one block that a recomputing stage holds whole at a time, of one sequence."""
-    return kept_per_row(graph, graph.block, train, splits or {}, ways, backend)
+    """Bytes of the one block that a recomputing stage holds whole at a time, of one sequence: of the
+    kind that keeps most."""
+    return max(
+        kept_per_row(graph, block, train, splits or {}, ways, backend) for block in graph.blocks
+    )
 
 
 def logits_bytes(

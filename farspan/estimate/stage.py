@@ -194,8 +194,7 @@ class Costs:
         sequences."""
         key = (
             self.alike[rank],
-            unit[0].name,
-            len(unit),
+            *self._unit_key(unit),
             rows,
             ways,
             tuple(splits.items()) if ways > 1 else (),
@@ -210,6 +209,10 @@ class Costs:
             forward, backward = zip(*times, strict=True)
             self._units[key] = self._together(kind, forward), self._together(kind, backward)
         return self._units[key]
+
+    def _unit_key(self, unit: tuple[Operator, ...]) -> tuple[str, int, bool]:
+        """Return what tells units of this graph, and those without their last operator, apart."""
+        return unit[0].name, len(unit), self.graph.is_other(unit)
 
     def op_s(
         self, rank: int, op: Operator, rows: int, split: str, ways: int, residual: str = COPY
@@ -318,7 +321,7 @@ class Costs:
     ) -> tuple[float, float]:
         """Seconds of the collectives of one unit over its tensor axis: forward, backward."""
         places = ((self.network.hosts[rank], self.alike[rank]) for rank in group)
-        key = (*places, unit[0].name, len(unit), rows, concurrent, *splits.items())
+        key = (*places, *self._unit_key(unit), rows, concurrent, *splits.items())
         if key not in self._waits:
             waits = [0.0, 0.0]
             for kind, size, backward in layout_changes(
@@ -480,7 +483,7 @@ class Costs:
             f, b, fw, bw = self._unit_pass(group, unit, rows, stage, len(stage.mesh.batch))
             forward, forward_wait = forward + count * f, forward_wait + count * fw
             backward, backward_wait = backward + count * b, backward_wait + count * bw
-            if stage.recompute and unit is self.graph.block:
+            if stage.recompute and self.graph.is_block(unit):
                 f, _, fw, _ = self._unit_pass(
                     group, recomputed_operators(unit), rows, stage, len(stage.mesh.batch)
                 )
@@ -501,7 +504,7 @@ class Costs:
         if ways == 1:
             return *self.unit_s(group[0], unit, rows, stage.splits, ways), 0.0, 0.0
         places = ((self.network.hosts[rank], self.alike[rank]) for rank in group)
-        key = (*places, unit[0].name, len(unit), rows, concurrent, *stage.splits.items())
+        key = (*places, *self._unit_key(unit), rows, concurrent, *stage.splits.items())
         if key not in self._passes:
             times = [self.unit_s(rank, unit, rows, stage.splits, ways) for rank in group]
             waits = self.unit_wait(group, unit, rows, stage.splits, concurrent)

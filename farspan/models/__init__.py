@@ -166,6 +166,9 @@ def _check_sizes(spec: ModelSpec) -> None:
             raise ValueError(f"{name} is {str(size)[:100]}, not a whole number")
         if size > most:
             raise ValueError(f"{name} is {str(size)[:100]}; models have {most:,} at most")
+    unrotated = spec.unrotated_layers or ()
+    if any(isinstance(layer, bool) or not isinstance(layer, int) for layer in unrotated):
+        raise ValueError(f"unrotated_layers is {str(unrotated)[:100]}, not numbers of layers")
     for name in ("norm_eps", "rope_theta"):
         value = getattr(spec, name)
         if not isinstance(value, int | float) or not 0 < value < math.inf:

@@ -3,12 +3,14 @@ ModelSpec."""
 
 from __future__ import annotations
 
-from farspan.domain.graph import Operator, OpGraph, Weight
+import msgspec
+
+from farspan.domain.graph import Operator, OpGraph, OtherBlocks, Weight
 from farspan.domain.model import ModelSpec
 
 
 def graph(spec: ModelSpec) -> OpGraph:
-    """Build a pre-norm decoder's training step: embedding, equal blocks, final norm and head."""
+    """Build a decoder's training step: embedding, blocks, final norm and head."""
     width = spec.heads // spec.kv_heads * spec.head_dim
     up_matrices = 2 if spec.activation == "swiglu" else 1
     sizes = {
@@ -41,21 +43,27 @@ def graph(spec: ModelSpec) -> OpGraph:
     )
     loss = Operator(name="loss", kind="loss", einsum="bsv->bs", divisible="v")
     final_norm = _norm(spec, "norm")
+    kinds = [spec.rotates(layer) for layer in range(spec.layers)]
+    other_layers = tuple(layer for layer, kind in enumerate(kinds) if kind != kinds[0])
+    others: OtherBlocks | msgspec.UnsetType = msgspec.UNSET
+    if other_layers:
+        others = OtherBlocks(layers=other_layers, block=_block(spec, other_layers[0]))
     return OpGraph(
         sizes=sizes,
         layers=spec.layers,
         embedding=(embedding,),
-        block=_block(spec),
+        block=_block(spec, 0),
         head=(final_norm, head, loss),
         tied=spec.tied,
+        others=others,
     )
 
 
-def _block(spec: ModelSpec) -> tuple[Operator, ...]:
-    """Build one block: attention and MLP, each after its norm."""
+def _block(spec: ModelSpec, layer: int) -> tuple[Operator, ...]:
+    """Build the block of a layer, from 0: attention and MLP, each after its norm."""
     # Flash attention keeps the projection, which v is a view of, and q and k where rotation made
     # new ones of them.
-    attended = ("bsnc", "bsnr", "bsne") if spec.positions == "rope" else ("bsnc",)
+    attended = ("bsnc", "bsnr", "bsne") if spec.rotates(layer) else ("bsnc",)
     # What ReLU keeps is its output, which the next matrix keeps anyway.
     kept = {
         "swiglu": ("bsfw", "bsf"),

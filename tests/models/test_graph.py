@@ -31,9 +31,10 @@ FAMILIES = {
     "qwen2": ("qwen2", {"heads": 4, "kv_heads": 2}),
     "qwen3": ("qwen3", {"heads": 4, "kv_heads": 2, "head_size": 24}),
     "gpt_neox": ("gpt_neox", {}),
+    "smollm3": ("smollm3", {"heads": 4, "kv_heads": 2, "layers": 4}),
 }
 #: Families whose key and value heads may be fewer.
-GROUPED = ("llama", "qwen2", "qwen3")
+GROUPED = ("llama", "qwen2", "qwen3", "smollm3")
 #: By the textbook, through whole scores as on CPUs, and by flash attention, of which one length
 #: suffices to be long.
 ATTENTION = {"textbook": ("vanilla", 128), "scores": ("sdpa", 128), "flash": ("sdpa", 1040)}
@@ -42,7 +43,7 @@ CASES = [
     for family in FAMILIES
     for attention in ATTENTION
     for recompute in (False, True)
-    if attention != "flash" or family in ("gpt2", "llama", "llama-grouped", "qwen3")
+    if attention != "flash" or family in ("gpt2", "llama", "llama-grouped", "qwen3", "smollm3")
 ]
 
 
@@ -206,9 +207,10 @@ def test_flops_are_those_that_pytorch_counts(family, kind, recompute):
     if recompute:
         again = sum(
             forward_flops(graph, op, ROWS, seq_len, keys)
-            for op in recomputed_operators(graph.block)
+            for number in range(1, graph.layers + 1)
+            for op in recomputed_operators(graph.unit(number))
         )
-        backward += graph.layers * again
+        backward += again
     # The runtime's head computes its gradients at once, while its logits are in cache.
     head = backward_flops(graph, graph.head[1], ROWS, seq_len, keys)
     found = counted(spec, seq_len, attention, recompute)

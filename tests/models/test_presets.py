@@ -40,6 +40,7 @@ PUBLISHED = {
     "pythia-160m": 162_322_944,
     "pythia-410m": 405_334_016,
     "pythia-1b": 1_011_781_632,
+    "smollm3-3b": 3_075_098_624,
 }
 
 
@@ -161,6 +162,9 @@ def test_unknown_names_are_refused_with_the_nearest():
         models.family("lama")
 
 
+FAMILIES = ["gpt2", "gpt_neox", "llama", "opt", "qwen2", "qwen3", "smollm3"]
+
+
 def test_listing_families_imports_none_and_presets_need_no_torch():
     program = (
         "import sys; from farspan import models; names = models.families(); "
@@ -171,4 +175,4 @@ def test_listing_families_imports_none_and_presets_need_no_torch():
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    assert done.stdout.split() == ["gpt2", "gpt_neox", "llama", "opt", "qwen2", "qwen3"]
+    assert done.stdout.split() == FAMILIES

@@ -38,6 +38,7 @@ SHAPES = {
     "qwen2": ("qwen2", {"heads": 4, "kv_heads": 2}),
     "qwen3": ("qwen3", {"heads": 4, "kv_heads": 2, "head_size": 24}),
     "gpt_neox": ("gpt_neox", {"heads": 2}),
+    "smollm3": ("smollm3", {"heads": 4, "kv_heads": 2}),
 }
 CONTEXT = 64
 #: Empty, blank, longer than the context, outside ASCII, half of a surrogate pair, a special token,

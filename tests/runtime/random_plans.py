@@ -37,6 +37,7 @@ LATER_MODELS = (
         rotary_dims=2,
         parallel_residual=True,
     ),
+    replace(LLAMA, family="smollm3", unrotated_layers=(1,)),
 )
 
 

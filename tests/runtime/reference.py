@@ -136,7 +136,7 @@ def logits(
         }
         before_BSD = x_BSD
         x_BSD = x_BSD + drop(
-            _attention(block, spec, _norm(block, spec, "attn_norm", x_BSD)), 2 * i + 2
+            _attention(block, spec, _norm(block, spec, "attn_norm", x_BSD), i), 2 * i + 2
         )
         input_BSD = before_BSD if spec.parallel_residual else x_BSD
         x_BSD = x_BSD + drop(
@@ -161,7 +161,7 @@ def _linear(weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
     return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
 
-def _attention(weights: Mapping[str, Tensor], spec: ModelSpec, x_BSD: Tensor) -> Tensor:
+def _attention(weights: Mapping[str, Tensor], spec: ModelSpec, x_BSD: Tensor, i: int) -> Tensor:
     B, S, _ = x_BSD.shape
     E = spec.head_dim
     group = spec.heads // spec.kv_heads
@@ -173,7 +173,7 @@ def _attention(weights: Mapping[str, Tensor], spec: ModelSpec, x_BSD: Tensor) ->
     if spec.qk_norm:
         q = _norm(weights, spec, "attn.q_norm", q)
         k = _norm(weights, spec, "attn.k_norm", k)
-    if spec.positions == "rope":
+    if spec.positions == "rope" and i not in (spec.unrotated_layers or ()):
         q = _rotated(q, spec)
         k = _rotated(k, spec)
     k = k.repeat_interleave(group, 1)

@@ -56,6 +56,7 @@ SPECS = {
     ),
     "qwen2": ("qwen2", {"heads": 4, "kv_heads": 2}),
     "qwen3": ("qwen3", {"heads": 4, "kv_heads": 2, "head_size": 32}),
+    "smollm3": ("smollm3", {"heads": 4, "kv_heads": 2, "layers": 5}),
     "gpt2": ("gpt2", {"heads": 4}),
     "gpt_neox": ("gpt_neox", {"heads": 4}),
 }
@@ -106,7 +107,8 @@ def split_by(pattern: str) -> Any:
 def build(name: str) -> ModelSpec:
     family, knobs = SPECS[name]
     shape = models.family(family).shape
-    return shape(d_model=64, layers=2, vocab_size=VOCAB + 20, context=CONTEXT, **knobs)
+    sizes = {"d_model": 64, "layers": 2, "vocab_size": VOCAB + 20, "context": CONTEXT}
+    return shape(**sizes | knobs)
 
 
 @contextmanager

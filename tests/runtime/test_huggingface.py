@@ -42,6 +42,7 @@ SHAPES = {
         {"d_model": 48, "layers": 2, "heads": 4, "kv_heads": 2, "head_size": 20, "tied": False},
     ),
     "gpt_neox": ("gpt_neox", {"d_model": 48, "layers": 2, "heads": 2}),
+    "smollm3": ("smollm3", {"d_model": 48, "layers": 5, "heads": 4, "kv_heads": 2}),
 }
 
 
@@ -196,6 +197,11 @@ REAL_KNOBS = {
         {"use_parallel_residual": False, "hidden_act": "gelu_new"},
         {"rope_parameters": {"rope_theta": 5e3, "partial_rotary_factor": 1.0}},
     ),
+    "SmolLM3Config": (
+        {"num_hidden_layers": 5, "rope_parameters": {"rope_theta": 5e6}},
+        {"no_rope_layers": [0, 1, 0], "tie_word_embeddings": False},
+        {"no_rope_layer_interval": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-5},
+    ),
 }
 
 
@@ -214,6 +220,7 @@ def test_published_knobs_give_the_same_logits_and_come_back_bit_by_bit(
         "intermediate_size": 100,
         "vocab_size": 331,
         "max_position_embeddings": 96,
+        "pad_token_id": None,
     }
     config = getattr(transformers, kind)(**sizes | REAL_KNOBS[kind][number])
     torch.manual_seed(number)
@@ -270,7 +277,7 @@ def test_a_round_trip_keeps_every_bit(
         d_model=2 * half_head * heads,
         layers=layers,
         heads=heads,
-        kv_heads=kv_heads if family in ("llama", "qwen2", "qwen3") else heads,
+        kv_heads=heads if family in ("gpt2", "opt", "gpt_neox") else kv_heads,
         d_ff=d_ff,
         vocab_size=vocab_size,
         context=5,
@@ -432,6 +439,9 @@ def refusal(folder):
         ("llama", {"hidden_act": "gelu"}),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 8}),
         ("qwen3", {"attention_bias": True}),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 8}),
+        ("smollm3", {"no_rope_layers": [1, 0]}),
+        ("smollm3", {"mlp_bias": True}),
         ("gpt_neox", {"hidden_act": "silu"}),
         ("gpt_neox", {"attention_bias": False}),
         ("gpt_neox", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),

@@ -59,7 +59,7 @@ def spec(family: str, ways: int) -> ModelSpec:
         "d_ff": 3 * ways,
         "vocab_size": 7 * ways,
     }
-    grouped = {"kv_heads": ways} if name in ("llama", "qwen2", "qwen3") else {}
+    grouped = {} if name in ("gpt2", "opt", "gpt_neox") else {"kv_heads": ways}
     made = models.family(name).shape(**size, **grouped, context=8, tied="untied" not in knobs)
     return replace(made, bias=True) if "bias" in knobs else made
 

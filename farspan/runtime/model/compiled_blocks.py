@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from farspan.domain.problems import Refusal
 from farspan.runtime.compiler import describe_failure
 from farspan.runtime.device import synchronize_device
-from farspan.runtime.model.decoder import Block, Decoder, rotary_table
+from farspan.runtime.model.decoder import Block, Decoder, layer_rotation
 from farspan.runtime.model.dropout import Dropout
 
 
@@ -86,25 +86,37 @@ def warm_up_blocks(
 ) -> None:
     """Make a forward and a backward pass over a compiled block for each number of rows.
 
-    The block is another one of the same form, which shares its graph with the model's: no gradient
-    of these is touched, nothing is sent, and random numbers are drawn as if this had not been.
-    Raises what the compiler raises.
+    Each is another block of the same form, which shares its graph with the model's: no gradient of
+    these is touched, nothing is sent, and random numbers are drawn as if this had not been. There is
+    one for each kind of block. Raises what the compiler raises.
     """
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
-        block = _make_alike(model, device, dtype)
-        for rows in dict.fromkeys(inputs.rows):
-            loss = _pass_forward(model, block, rows, inputs, device, dtype)
-            loss.backward()
-            synchronize_device(device)
+        for layer in _first_of_each_kind(model):
+            block = _make_alike(model, layer, device, dtype)
+            for rows in dict.fromkeys(inputs.rows):
+                loss = _pass_forward(model, block, layer, rows, inputs, device, dtype)
+                loss.backward()
+                synchronize_device(device)
 
 
-def _make_alike(model: Decoder, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Return a block of zeros that is like the model's, and compiled as they are."""
-    like = next(iter(model.blocks))
+def _first_of_each_kind(model: Decoder) -> list[int]:
+    """Return the first layer of each kind of block that is here."""
+    by_kind: dict[object, int] = {}
+    for layer, block in enumerate(model.blocks, max(model.units[0] - 1, 0)):
+        assert isinstance(block, Block)
+        by_kind.setdefault(block.kind, layer)
+    return list(by_kind.values())
+
+
+def _make_alike(
+    model: Decoder, layer: int, device: torch.device, dtype: torch.dtype
+) -> nn.Module:
+    """Return a block of zeros that is like the model's at a layer, and compiled as that is."""
+    like = model.get_submodule(f"blocks.{layer}")
     assert isinstance(like, Block)
     with torch.device("meta"):
-        block = Block(model.spec, like.attn.vanilla, like.attn.layouts)
+        block = Block(model.spec, like.attn.vanilla, like.attn.layouts, layer)
     block.attn.policy = like.attn.policy
     for module in block.modules():
         _replace_by_zeros(module._parameters.items(), device, dtype, module)
@@ -129,6 +141,7 @@ def _replace_by_zeros(
 def _pass_forward(
     model: Decoder,
     block: nn.Module,
+    layer: int,
     rows: int,
     inputs: BlockInputs,
     device: torch.device,
@@ -142,7 +155,5 @@ def _pass_forward(
         seeds = torch.zeros(rows, dtype=torch.int32, device=device)
         first, second = Dropout(inputs.dropout, seeds).at_places(2)
         dropouts = first, second
-    rotation = None
-    if model.spec.positions != "learned":
-        rotation = rotary_table(model.spec, inputs.seq_len, device, dtype)
+    rotation = layer_rotation(model.spec, layer, inputs.seq_len, device, dtype)
     return model.run_block(block, x_BSD, rotation, dropouts).sum()

@@ -206,6 +206,15 @@ def rotary_table(
         return angles_SR.cos().to(dtype), angles_SR.sin().to(dtype)
 
 
+def layer_rotation(
+    spec: ModelSpec, layer: int, length: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor] | None:
+    """Return the rotary table of a layer, from 0; None where it has no rotary positions."""
+    if not spec.rotates(layer):
+        return None
+    return rotary_table(spec, length, device, dtype)
+
+
 def rotary_frequencies(spec: ModelSpec, device: torch.device) -> Tensor:
     """Return the angles (R / 2) by which each position turns a pair of dims further."""
     dims_R2 = torch.arange(0, spec.turned_dims, 2, device=device).float()
@@ -262,8 +271,12 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, spec: ModelSpec, vanilla: bool, layouts: Layouts) -> None:
+    """One layer, from 0, of a model."""
+
+    def __init__(self, spec: ModelSpec, vanilla: bool, layouts: Layouts, layer: int) -> None:
         super().__init__()
+        #: Blocks of one kind compute alike.
+        self.kind = spec.rotates(layer)
         self.is_parallel = bool(spec.parallel_residual)
         self.attn_norm = _make_norm(spec)
         self.attn = Attention(spec, vanilla, layouts)
@@ -330,7 +343,7 @@ class Decoder(nn.Module):
         # Filled by name: a stage's blocks have their place in the model as theirs.
         self.blocks = nn.ModuleList()
         for unit in range(max(first, 1), min(last, spec.layers + 1)):
-            block = Block(spec, attention == "vanilla", layouts)
+            block = Block(spec, attention == "vanilla", layouts, unit - 1)
             self.blocks.add_module(str(unit - 1), block)
         if ends:
             self.norm = _make_norm(spec)
@@ -366,12 +379,11 @@ class Decoder(nn.Module):
             x_BSD = self._embed(x)
             if places is not None:
                 x_BSD = places[0](x_BSD)
-        rotation = None
-        if spec.positions != "learned":
-            rotation = rotary_table(spec, S, x.device, x_BSD.dtype)
         yield x_BSD
+        dtype = x_BSD.dtype
         for unit, block in enumerate(self.blocks, max(self.units[0], 1)):
             dropouts = None if places is None else (places[2 * unit], places[2 * unit + 1])
+            rotation = layer_rotation(spec, unit - 1, S, x.device, dtype)
             x_BSD = self.run_block(block, x_BSD, rotation, dropouts)
             yield x_BSD
 

@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 _TYPES: dict[WeightType, str] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
 #: Architectures whose files have q, k and v in one tensor.
 _FUSED = frozenset({"gpt2", "gptneox"})
-#: The architecture whose positions turn pairs of neighbouring dims, not of two halves.
-_INTERLEAVED = "llama"
+#: Architectures whose positions turn pairs of neighbouring dims, not of two halves.
+_INTERLEAVED = frozenset({"llama", "smollm3"})
+#: The architecture in which each layer of this number has no positions, whatever a file has.
+_UNROTATED_INTERVALS = {"smollm3": 4}
 #: Those that read the head from a tensor of its own also where it is the embedding's table.
 _OWN_HEAD = frozenset({"gpt2", "gptneox"})
 _BLOCK_NAMES = {
@@ -96,6 +98,12 @@ def require_gguf(spec: ModelSpec, tokenizer: Path) -> str:
     if find_rule(words) is None:
         raise _refuse(
             "the tokenizer splits text in a way that llama.cpp does not know", "tokenizer.json"
+        )
+    interval = _UNROTATED_INTERVALS.get(family.GGUF, spec.layers + 1)
+    if (spec.unrotated_layers or ()) != tuple(range(interval - 1, spec.layers, interval)):
+        raise _refuse(
+            f"llama.cpp's {family.TITLE} has no positions in every layer of number {interval} alone",
+            "config.json, key 'no_rope_layers'",
         )
     return family.GGUF
 
@@ -201,7 +209,7 @@ def _divide(
     elif part == "attn.qkv":
         kv = spec.kv_heads * spec.head_dim
         q, k, v = tensor.split([spec.heads * spec.head_dim, kv, kv])
-        if architecture == _INTERLEAVED:
+        if architecture in _INTERLEAVED:
             q = _interleave_halves(q, spec.heads)
             k = _interleave_halves(k, spec.kv_heads)
         yield "attn_q", q

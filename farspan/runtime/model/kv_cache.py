@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farspan.runtime.model.compute_dtype import product_dtype
-from farspan.runtime.model.decoder import Attention, Block, Decoder, apply_rotary, rotary_table
+from farspan.runtime.model.decoder import Attention, Block, Decoder, apply_rotary, layer_rotation
 
 
 class KVCache:
@@ -28,12 +28,14 @@ class KVCache:
         weight = model.tok.weight
         shape = 1, spec.kv_heads, spec.context, spec.head_dim
         dtype = product_dtype(model)
-        for _ in model.blocks:
+        #: Of each block.
+        self._rotations = list[tuple[Tensor, Tensor] | None]()
+        for layer in range(spec.layers):
             keys = weight.new_empty(shape, dtype=dtype)
             self._kept.append((keys, torch.empty_like(keys)))
-        self._rotation = None
-        if spec.positions != "learned":
-            self._rotation = rotary_table(spec, spec.context, weight.device, weight.dtype)
+            self._rotations.append(
+                layer_rotation(spec, layer, spec.context, weight.device, weight.dtype)
+            )
 
     @torch.no_grad()
     def append_tokens(self, tokens_T: Tensor) -> Tensor:
@@ -49,19 +51,19 @@ class KVCache:
             before = model.spec.extra_positions
             positions_TD = model.pos.weight[before + first : before + last]
             x_BTD = x_BTD + positions_TD
-        for block, (keys, values) in zip(model.blocks, self._kept, strict=True):
+        for layer, block in enumerate(model.blocks):
             assert isinstance(block, Block)
             h_BTD = block.attn_norm(x_BTD)
-            after_BTD = x_BTD + self._attend(block.attn, keys, values, h_BTD, first)
+            after_BTD = x_BTD + self._attend(block.attn, layer, h_BTD, first)
             mlp_input_BTD = x_BTD if block.is_parallel else after_BTD
             x_BTD = after_BTD + block.mlp(block.mlp_norm(mlp_input_BTD))
         self.length = last
         state_D: Tensor = model.norm(x_BTD[0, -1])
         return state_D
 
-    def _attend(
-        self, attn: Attention, keys: Tensor, values: Tensor, h_BTD: Tensor, first: int
-    ) -> Tensor:
+    def _attend(self, attn: Attention, layer: int, h_BTD: Tensor, first: int) -> Tensor:
+        keys, values = self._kept[layer]
+        rotation = self._rotations[layer]
         T = h_BTD.shape[1]
         last = first + T
         new = slice(first, last)
@@ -69,8 +71,8 @@ class KVCache:
         heads_BTHE = projected.view(1, T, -1, attn.head_dim)
         head_counts = [attn.heads, attn.kv_heads, attn.kv_heads]
         q, k, v = heads_BTHE.transpose(1, 2).split(head_counts, dim=1)
-        if self._rotation is not None:
-            cos_SR, sin_SR = self._rotation
+        if rotation is not None:
+            cos_SR, sin_SR = rotation
             q = apply_rotary(q, cos_SR[new], sin_SR[new])
             k = apply_rotary(k, cos_SR[new], sin_SR[new])
         keys[:, :, new] = k

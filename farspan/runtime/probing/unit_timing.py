@@ -14,6 +14,7 @@ from torch import Tensor
 from farspan import models
 from farspan.domain.cluster import DType, UnitTime
 from farspan.domain.engine import load_engine
+from farspan.domain.graph import OpGraph
 from farspan.domain.model import ModelSpec
 from farspan.domain.probe_requests import LeftOut, UnitTimes
 from farspan.domain.train import TrainSpec
@@ -53,7 +54,7 @@ def unit_times(
     """Time the forward and backward pass of every unit, by dtype and number of sequences (`rows`),
     in `allowed` bytes; what would need more is left out. Blocks that are to be `compiled` are
     before the clock runs; where that fails nothing is timed."""
-    blocks = min(BLOCKS, spec.layers)
+    blocks = _count_alike(models.graph(spec))
     head = spec.layers + 1
     ends = {"embedding": (0, 1), "block": (1, 1 + blocks), "head": (head, head + 1)}
     hash_ = models.graph(spec).units_hash
@@ -111,7 +112,7 @@ def bytes_needed(
     """Return the bytes of the timed units' state, and of passes over `rows` sequences."""
     graph = models.graph(spec)
     train = TrainSpec(steps=1, batch=rows, seq_len=seq_len, precision=dtype)
-    blocks = min(BLOCKS, spec.layers)
+    blocks = _count_alike(graph)
     weights = 0
     largest = 0
     kept = 0.0
@@ -127,6 +128,12 @@ def bytes_needed(
     passing = rows * kept + logits_bytes(graph, train, rows, load_engine("farspan"), backend)
     # A weight's new gradient is kept in addition to the sum that it is added to.
     return round(weights * UNIT_STATE_BYTES[dtype]), round(passing + 4 * largest)
+
+
+def _count_alike(graph: OpGraph) -> int:
+    """Return how many blocks are timed: the first ones, up to one of another kind."""
+    alike = graph.others.layers[0] if graph.others else graph.layers
+    return min(BLOCKS, alike)
 
 
 class _Unit:

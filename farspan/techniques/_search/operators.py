@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from farspan.domain.graph import Operator
+from farspan.domain.graph import Operator, OpGraph
 from farspan.domain.plan import Zero
 from farspan.estimate.memory import kept_per_row, state_bytes
 from farspan.semantics.tensor_sharding import (
@@ -21,6 +21,21 @@ from farspan.semantics.tensor_sharding import (
 )
 from farspan.techniques._search.ilp import Infeasible, StrategyChoice, solve_ilp
 from farspan.techniques._task import Task
+
+
+def _merge_blocks(
+    graph: OpGraph, units: tuple[int, int]
+) -> Iterator[tuple[tuple[Operator, ...], int]]:
+    """Yield the kinds of units with their counts. Blocks of two kinds divide their operators alike,
+    and count as the one that there is more of."""
+    kinds = graph.kinds(*units)
+    counts = [count if graph.is_block(unit) else 0 for unit, count in kinds]
+    commonest = counts.index(max(counts))
+    for at, (unit, count) in enumerate(kinds):
+        if not graph.is_block(unit):
+            yield unit, count
+        elif at == commonest:
+            yield unit, sum(counts)
 
 
 class Assignment:
@@ -61,7 +76,7 @@ class Assignment:
         self.costs: list[list[float]] = [[0.0] * len(residual)]
         self.memory: list[list[float]] = [[0.0] * len(residual)]
         self.edges: dict[tuple[int, int], list[list[float]]] = {}
-        for unit, count in task.graph.kinds(*units):
+        for unit, count in _merge_blocks(task.graph, units):
             before = 0
             for op in unit:
                 node = self._add_operator(op, count)
