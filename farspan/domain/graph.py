@@ -41,6 +41,9 @@ class Operator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     #: Where no fused kernel exists it computes in fp32, and keeps that, whatever the training's
     #: precision.
     upcasts: bool = False
+    #: Whether the output is added to the residual stream, where its kind does not decide: a norm's
+    #: after attention or MLP is, and that of the product before it is not.
+    adds_to_residual: bool | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -95,7 +98,7 @@ class OpGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return any(unit is block for block in self.blocks)
 
     def is_other(self, unit: tuple[Operator, ...]) -> bool:
-        """Return whether a block, or a part with its attention, is not of the first layer's kind."""
+        """Return whether a block, or a part with its attention, is of the other kind."""
         if not self.others:
             return False
         return any(op.kind == "attention" and op in self.others.block for op in unit)
@@ -163,9 +166,13 @@ def forward_flops(
 
 
 def recomputed_operators(unit: tuple[Operator, ...]) -> tuple[Operator, ...]:
-    """Return the operators of a unit that recomputation runs again: all but the last, whose output
-    the backward pass does not need (PyTorch's checkpoints stop there, and compilers drop it)."""
-    return unit[:-1]
+    """Return the operators of a unit that recomputation runs again: all but a last product, whose
+    output the backward pass does not need (PyTorch's checkpoints stop there, and compilers drop
+    it). A last norm runs, as it keeps what its gain multiplies; its output goes nowhere."""
+    last = unit[-1]
+    if last.kind != "pointwise":
+        return unit[:-1]
+    return (*unit[:-1], msgspec.structs.replace(last, adds_to_residual=False))
 
 
 def backward_flops(

@@ -68,6 +68,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     parallel_residual: bool | msgspec.UnsetType = msgspec.UNSET
     #: Layers, from 0, whose queries and keys no rotary positions turn.
     unrotated_layers: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
+    #: q and k go through RMSNorm before positions, each over all its heads together.
+    joint_qk_norm: bool | msgspec.UnsetType = msgspec.UNSET
+    #: Attention and MLP have their norm after them, not before; or one before and one after.
+    norm_place: Literal["after", "around"] | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         for name in ("layers", "d_model", "heads", "kv_heads", "d_ff", "vocab_size", "context"):
@@ -79,6 +83,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
         if self.head_dim < 1:
             raise ValueError(f"head_size must be at least 1, got {self.head_dim}")
+        if self.qk_norm and self.joint_qk_norm:
+            raise ValueError("qk_norm and joint_qk_norm exclude each other")
+        if self.parallel_residual and self.norm_place:
+            raise ValueError("parallel_residual has its norms before attention and MLP")
         if self.positions == "rope" and self.turned_dims % 2:
             raise ValueError(f"rotary positions need an even head size, got {self.turned_dims}")
         if not 0 < self.turned_dims <= self.head_dim:
@@ -129,13 +137,18 @@ def count_parameters(spec: ModelSpec) -> int:
     if spec.bias:
         mlp_inputs = 2 if spec.activation == "swiglu" else 1
         biases += 2 * spec.d_model + mlp_inputs * spec.d_ff
-    head_norms = 2 * spec.head_dim if spec.qk_norm else 0
+    head_norms = 0
+    if spec.qk_norm:
+        head_norms = 2 * spec.head_dim
+    if spec.joint_qk_norm:
+        head_norms = spec.heads * spec.head_dim + kv
+    norms = 4 if spec.norm_place == "around" else 2
     positions = 0
     if spec.positions == "learned":
         positions = (spec.context + spec.extra_positions) * spec.d_model
     untied = 0 if spec.tied else spec.vocab_size * spec.d_model
-    outside_matmuls = spec.layers * (2 * norm + head_norms + biases) + norm + positions + untied
-    return matmul_parameters(spec) + outside_matmuls
+    in_layers = spec.layers * (norms * norm + head_norms + biases)
+    return matmul_parameters(spec) + in_layers + norm + positions + untied
 
 
 def train_flops_per_token(spec: ModelSpec, seq_len: int) -> float:

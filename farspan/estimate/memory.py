@@ -110,8 +110,8 @@ def recomputed_per_row(
     splits: dict[str, str] | None = None,
     ways: int = 1,
 ) -> float:
-    """Bytes of the one block that a recomputing stage holds whole at a time, of one sequence: of the
-    kind that keeps most."""
+    """Bytes of the one block that a recomputing stage holds whole at a time, of one sequence;
+    of the kind that keeps most."""
     return max(
         kept_per_row(graph, block, train, splits or {}, ways, backend) for block in graph.blocks
     )

@@ -210,9 +210,9 @@ class Costs:
             self._units[key] = self._together(kind, forward), self._together(kind, backward)
         return self._units[key]
 
-    def _unit_key(self, unit: tuple[Operator, ...]) -> tuple[str, int, bool]:
-        """Return what tells units of this graph, and those without their last operator, apart."""
-        return unit[0].name, len(unit), self.graph.is_other(unit)
+    def _unit_key(self, unit: tuple[Operator, ...]) -> tuple[object, ...]:
+        """Return what tells units of this graph, and their `recomputed_operators`, apart."""
+        return unit[0].name, len(unit), unit[-1].adds_to_residual, self.graph.is_other(unit)
 
     def op_s(
         self, rank: int, op: Operator, rows: int, split: str, ways: int, residual: str = COPY

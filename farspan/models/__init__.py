@@ -175,7 +175,7 @@ def _check_sizes(spec: ModelSpec) -> None:
             raise ValueError(f"{name} is {str(value)[:100]}, not a number above 0")
     for name in ("bias", "tied", "parallel_residual"):
         value = getattr(spec, name)
-        if value is msgspec.UNSET and name == "parallel_residual":
+        if value is msgspec.UNSET:
             continue
         if not isinstance(value, bool):
             raise ValueError(f"{name} is {str(value)[:100]}, neither true nor false")

@@ -60,7 +60,7 @@ def graph(spec: ModelSpec) -> OpGraph:
 
 
 def _block(spec: ModelSpec, layer: int) -> tuple[Operator, ...]:
-    """Build the block of a layer, from 0: attention and MLP, each after its norm."""
+    """Build the block of a layer, from 0: attention and MLP, each with its norms."""
     # Flash attention keeps the projection, which v is a view of, and q and k where rotation made
     # new ones of them.
     attended = ("bsnc", "bsnr", "bsne") if spec.rotates(layer) else ("bsnc",)
@@ -77,22 +77,35 @@ def _block(spec: ModelSpec, layer: int) -> tuple[Operator, ...]:
     activation = Operator(
         name="mlp.act", kind="pointwise", einsum="bsfw->bsf", divisible="f", keeps=kept
     )
-    # Each part after its norm.
-    head_norms = (_head_norm(),) if spec.qk_norm else ()
+    head_norms = ()
+    if spec.qk_norm or spec.joint_qk_norm:
+        head_norms = (_head_norm(is_joint=bool(spec.joint_qk_norm)),)
     attend = (
-        _norm(spec, "attn_norm"),
         _linear(spec, "attn.qkv", "bsd,ncd->bsnc", bias="nc", divisible="n"),
         *head_norms,
         attention,
         _linear(spec, "attn.out", "bsnr,dnr->bsd", bias="d", divisible="n"),
     )
     transform = (
-        _norm(spec, "mlp_norm", is_input_kept=bool(spec.parallel_residual)),
         _linear(spec, "mlp.up", "bsd,wfd->bsfw", bias="wf", divisible="f"),
         activation,
         _linear(spec, "mlp.down", "bsf,df->bsd", bias="d", divisible="f"),
     )
-    return attend + transform
+    return _add_norms(spec, "attn", attend) + _add_norms(spec, "mlp", transform)
+
+
+def _add_norms(spec: ModelSpec, part: str, operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
+    """Return the operators of attention or MLP with the norms before and after them."""
+    if spec.norm_place != "after":
+        # Norms of a parallel residual read the same stream.
+        is_input_kept = part == "mlp" and bool(spec.parallel_residual)
+        operators = (_norm(spec, f"{part}_norm", is_input_kept=is_input_kept), *operators)
+    if spec.norm_place:
+        *before, product = operators
+        product = msgspec.structs.replace(product, adds_to_residual=False)
+        norm = _norm(spec, f"{part}_post_norm")
+        operators = (*before, product, msgspec.structs.replace(norm, adds_to_residual=True))
+    return operators
 
 
 def _linear(spec: ModelSpec, name: str, einsum: str, *, bias: str, divisible: str) -> Operator:
@@ -110,9 +123,10 @@ def _linear(spec: ModelSpec, name: str, einsum: str, *, bias: str, divisible: st
     )
 
 
-def _head_norm() -> Operator:
-    """RMSNorm over each head of q and k, which are put together with v again. It keeps these, and
-    what its gains multiply."""
+def _head_norm(*, is_joint: bool) -> Operator:
+    """RMSNorm over each head of q and k, or over all of each, which are put together with v again.
+    It keeps these, and what its gains multiply."""
+    q_dims, k_dims = ("nr", "ne") if is_joint else ("e", "e")
     return Operator(
         name="attn.head_norm",
         kind="pointwise",
@@ -120,8 +134,8 @@ def _head_norm() -> Operator:
         keeps=("bsnr", "bsne", "bsnr", "bsne"),
         divisible="n",
         weights=(
-            Weight(name="attn.q_norm.weight", dims="e"),
-            Weight(name="attn.k_norm.weight", dims="e"),
+            Weight(name="attn.q_norm.weight", dims=q_dims),
+            Weight(name="attn.k_norm.weight", dims=k_dims),
         ),
         upcasts=True,
     )

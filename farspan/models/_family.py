@@ -12,8 +12,6 @@ from farspan.domain.model import ModelSpec
 from farspan.domain.problems import Refusal
 
 Config = dict[str, Any]
-#: Parts of a block with a gain for each dim of a head.
-HEAD_NORM_PARTS = frozenset({"attn.q_norm", "attn.k_norm"})
 
 
 class Preset(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +101,11 @@ def decoder_tensors(
         qkv_rows = (sum(qkv_rows),)
     matrix_rows = {"attn.qkv": qkv_rows, "attn.out": (d,), "mlp.down": (d,)}
     matrix_rows["mlp.up"] = (spec.d_ff,) * len(modules["mlp.up"])
+    # Gains of q and k: for each dim of a head, or of all heads.
+    q_gains, k_gains = spec.head_dim, spec.head_dim
+    if spec.joint_qk_norm:
+        q_gains, k_gains = spec.heads * spec.head_dim, kv
+    gains = {"attn.q_norm": q_gains, "attn.k_norm": k_gains}
     maps = list(embeddings)
     for i in range(spec.layers):
         for part, parts_theirs in modules.items():
@@ -112,8 +115,8 @@ def decoder_tensors(
                 heads = spec.heads if by_head and part == "attn.qkv" else None
                 rows = matrix_rows[part]
                 maps += map_linear(spec, ours, theirs, rows, transpose=transpose, heads=heads)
-            elif part in HEAD_NORM_PARTS:
-                maps.append(map_weight(ours, theirs[0], spec.head_dim))
+            elif part in gains:
+                maps.append(map_weight(ours, theirs[0], gains[part]))
             else:
                 maps += map_norm(spec, ours, *theirs)
     maps += map_norm(spec, "norm", final_norm)

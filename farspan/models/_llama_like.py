@@ -32,6 +32,20 @@ MODULES = {
     "mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.down": ("mlp.down_proj",),
 }
+BEFORE_NORMS = frozenset({"attn_norm", "mlp_norm"})
+#: Its norms, where they are not before attention and MLP alone.
+NORM_MODULES: dict[str, dict[str, tuple[str, ...]]] = {
+    "after": {
+        "attn_post_norm": ("post_attention_layernorm",),
+        "mlp_post_norm": ("post_feedforward_layernorm",),
+    },
+    "around": {
+        "attn_norm": ("input_layernorm",),
+        "attn_post_norm": ("post_attention_layernorm",),
+        "mlp_norm": ("pre_feedforward_layernorm",),
+        "mlp_post_norm": ("post_feedforward_layernorm",),
+    },
+}
 HEAD_NORMS = {"attn.q_norm": ("self_attn.q_norm",), "attn.k_norm": ("self_attn.k_norm",)}
 
 
@@ -152,7 +166,12 @@ def require_full_attention(config: Config, window: object) -> None:
 def map_tensors(spec: ModelSpec) -> tuple[TensorMap, ...]:
     """Map every parameter of the model to its Hugging Face tensors."""
     tokens = map_weight("tok", "model.embed_tokens", spec.vocab_size)
-    modules = MODULES | HEAD_NORMS if spec.qk_norm else MODULES
+    modules = MODULES
+    if spec.qk_norm or spec.joint_qk_norm:
+        modules = modules | HEAD_NORMS
+    if spec.norm_place:
+        products = {part: theirs for part, theirs in modules.items() if part not in BEFORE_NORMS}
+        modules = products | NORM_MODULES[spec.norm_place]
     return decoder_tensors(spec, (tokens,), "model.layers", modules, "model.norm", head=HEAD)
 
 

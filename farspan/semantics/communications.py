@@ -22,6 +22,7 @@ from farspan.semantics.tensor_sharding import (
     RESIDUAL,
     Collective,
     between,
+    norms_over,
     returns_to_residual,
     strategy,
     sums_gradient,
@@ -302,6 +303,10 @@ def layout_changes(
         plan = strategy(op, splits.get(op.name, ""))
         yield from change(plan.reads, plan.gradient, op.inputs[0])
         writes = plan.writes
+        if norms := norms_over(op, plan.split):
+            sums = norm_sums_bytes(graph, norms, rows, seq_len, width)
+            yield Change("all_reduce", sums, False)
+            yield Change("all_reduce", sums, True)
         if returns_to_residual(op):
             yield from change(residual, residual, "bsd")
             writes = residual
@@ -312,6 +317,12 @@ def layout_changes(
                 Change("all_reduce", 4.0 * graph.size(op.output, b=rows, s=seq_len), False)
                 for _ in range(3)
             )
+
+
+def norm_sums_bytes(graph: OpGraph, norms: int, rows: int, seq_len: int, width: int) -> float:
+    """Return the bytes of the sums of squares of norms over a divided dim: a number for each
+    position, in fp32 where activations have fewer bytes."""
+    return float(max(4, width) * norms * graph.size("bs", b=rows, s=seq_len))
 
 
 # -- between stages

@@ -146,7 +146,10 @@ def activities(
     if op.kind == "attention":
         return _attended(graph, op, size, keys, whole=keys == seq_len)
     if op.weights:
-        return {"rmsnorm" if op.upcasts else "layernorm": size(op.output)}
+        norm: dict[Activity, float] = {"rmsnorm" if op.upcasts else "layernorm": size(op.output)}
+        if returns_to_residual(op):
+            norm["residual"] = size("bsd")
+        return norm
     if graph.sizes["w"] > 1:
         return {"swiglu": size(op.output)}
     return {"gelu" if op.keeps else "relu": size(op.output)}

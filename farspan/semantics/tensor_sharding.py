@@ -89,6 +89,14 @@ def sums_gradient(op: Operator, dims: str, split: str) -> bool:
     return split == "b" or (split != "" and split in op.output and split not in dims)
 
 
+def norms_over(op: Operator, split: str) -> int:
+    """Return the number of an operator's norms over a dim that is divided. Each device sums the
+    squares of its part, and needs the sums over all devices, in both passes."""
+    if op.kind != "pointwise" or not split:
+        return 0
+    return sum(split in weight.dims for weight in op.weights)
+
+
 def work_share(split: str, ways: int) -> float:
     """Share of an operator's arithmetic that each device does."""
     return 1 / ways if split else 1.0
@@ -129,6 +137,8 @@ def divided(op: Operator, split: str, ways: int, residual: str = COPY) -> Operat
 
 def returns_to_residual(op: Operator) -> bool:
     """Whether an operator's output is added to the residual stream, or starts it."""
+    if not isinstance(op.adds_to_residual, msgspec.UnsetType):
+        return op.adds_to_residual
     return op.output == "bsd" and op.kind in ("matmul", "lookup")
 
 

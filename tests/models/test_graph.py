@@ -31,10 +31,11 @@ FAMILIES = {
     "qwen2": ("qwen2", {"heads": 4, "kv_heads": 2}),
     "qwen3": ("qwen3", {"heads": 4, "kv_heads": 2, "head_size": 24}),
     "gpt_neox": ("gpt_neox", {}),
+    "olmo2": ("olmo2", {"heads": 4, "kv_heads": 2, "tied": False}),
     "smollm3": ("smollm3", {"heads": 4, "kv_heads": 2, "layers": 4}),
 }
 #: Families whose key and value heads may be fewer.
-GROUPED = ("llama", "qwen2", "qwen3", "smollm3")
+GROUPED = ("llama", "olmo2", "qwen2", "qwen3", "smollm3")
 #: By the textbook, through whole scores as on CPUs, and by flash attention, of which one length
 #: suffices to be long.
 ATTENTION = {"textbook": ("vanilla", 128), "scores": ("sdpa", 128), "flash": ("sdpa", 1040)}
@@ -43,7 +44,8 @@ CASES = [
     for family in FAMILIES
     for attention in ATTENTION
     for recompute in (False, True)
-    if attention != "flash" or family in ("gpt2", "llama", "llama-grouped", "qwen3", "smollm3")
+    if attention != "flash"
+    or family in ("gpt2", "llama", "llama-grouped", "qwen3", "smollm3", "olmo2")
 ]
 
 

@@ -38,6 +38,7 @@ LATER_MODELS = (
         parallel_residual=True,
     ),
     replace(LLAMA, family="smollm3", unrotated_layers=(1,)),
+    replace(LLAMA, family="olmo2", joint_qk_norm=True, norm_place="after"),
 )
 
 

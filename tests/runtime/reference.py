@@ -135,13 +135,11 @@ def logits(
             if name.startswith(f"blocks.{i}.")
         }
         before_BSD = x_BSD
-        x_BSD = x_BSD + drop(
-            _attention(block, spec, _norm(block, spec, "attn_norm", x_BSD), i), 2 * i + 2
-        )
+        h_BSD = _attention(block, spec, _norm_if_there(block, spec, "attn_norm", x_BSD), i)
+        x_BSD = x_BSD + drop(_norm_if_there(block, spec, "attn_post_norm", h_BSD), 2 * i + 2)
         input_BSD = before_BSD if spec.parallel_residual else x_BSD
-        x_BSD = x_BSD + drop(
-            _mlp(block, spec, _norm(block, spec, "mlp_norm", input_BSD)), 2 * i + 3
-        )
+        h_BSD = _mlp(block, spec, _norm_if_there(block, spec, "mlp_norm", input_BSD))
+        x_BSD = x_BSD + drop(_norm_if_there(block, spec, "mlp_post_norm", h_BSD), 2 * i + 3)
     head = weights["tok.weight" if spec.tied else "head.weight"]
     return _norm(weights, spec, "norm", x_BSD) @ head.T
 
@@ -157,6 +155,10 @@ def _norm(weights: Mapping[str, Tensor], spec: ModelSpec, name: str, x: Tensor) 
     return x + weights[f"{name}.bias"] if spec.norm == "layernorm" else x
 
 
+def _norm_if_there(weights: Mapping[str, Tensor], spec: ModelSpec, name: str, x: Tensor) -> Tensor:
+    return _norm(weights, spec, name, x) if f"{name}.weight" in weights else x
+
+
 def _linear(weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
     return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
@@ -166,10 +168,11 @@ def _attention(weights: Mapping[str, Tensor], spec: ModelSpec, x_BSD: Tensor, i:
     E = spec.head_dim
     group = spec.heads // spec.kv_heads
     sizes = [spec.heads * E, spec.kv_heads * E, spec.kv_heads * E]
-    q, k, v = (
-        t.view(B, S, -1, E).transpose(1, 2)
-        for t in _linear(weights, "attn.qkv", x_BSD).split(sizes, dim=-1)
-    )
+    q, k, v = _linear(weights, "attn.qkv", x_BSD).split(sizes, dim=-1)
+    if spec.joint_qk_norm:
+        q = _norm(weights, spec, "attn.q_norm", q)
+        k = _norm(weights, spec, "attn.k_norm", k)
+    q, k, v = (t.reshape(B, S, -1, E).transpose(1, 2) for t in (q, k, v))
     if spec.qk_norm:
         q = _norm(weights, spec, "attn.q_norm", q)
         k = _norm(weights, spec, "attn.k_norm", k)

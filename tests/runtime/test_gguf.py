@@ -56,6 +56,7 @@ SPECS = {
     ),
     "qwen2": ("qwen2", {"heads": 4, "kv_heads": 2}),
     "qwen3": ("qwen3", {"heads": 4, "kv_heads": 2, "head_size": 32}),
+    "olmo2": ("olmo2", {"heads": 4, "kv_heads": 2, "tied": False}),
     "smollm3": ("smollm3", {"heads": 4, "kv_heads": 2, "layers": 5}),
     "gpt2": ("gpt2", {"heads": 4}),
     "gpt_neox": ("gpt_neox", {"heads": 4}),

@@ -42,6 +42,7 @@ SHAPES = {
         {"d_model": 48, "layers": 2, "heads": 4, "kv_heads": 2, "head_size": 20, "tied": False},
     ),
     "gpt_neox": ("gpt_neox", {"d_model": 48, "layers": 2, "heads": 2}),
+    "olmo2": ("olmo2", {"d_model": 48, "layers": 2, "heads": 4, "kv_heads": 2, "tied": False}),
     "smollm3": ("smollm3", {"d_model": 48, "layers": 5, "heads": 4, "kv_heads": 2}),
 }
 
@@ -196,6 +197,11 @@ REAL_KNOBS = {
         {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}},
         {"use_parallel_residual": False, "hidden_act": "gelu_new"},
         {"rope_parameters": {"rope_theta": 5e3, "partial_rotary_factor": 1.0}},
+    ),
+    "Olmo2Config": (
+        {"rope_parameters": {"rope_theta": 5e5}, "rms_norm_eps": 1e-6},
+        {"num_key_value_heads": 4, "tie_word_embeddings": True},
+        {"num_key_value_heads": 1},
     ),
     "SmolLM3Config": (
         {"num_hidden_layers": 5, "rope_parameters": {"rope_theta": 5e6}},
@@ -439,6 +445,8 @@ def refusal(folder):
         ("llama", {"hidden_act": "gelu"}),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 8}),
         ("qwen3", {"attention_bias": True}),
+        ("olmo2", {"attention_bias": True}),
+        ("olmo2", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 8}),
         ("smollm3", {"no_rope_layers": [1, 0]}),
         ("smollm3", {"mlp_bias": True}),

@@ -47,6 +47,7 @@ MEGATRON = {
 }
 VOCABULARY = {"tok": "v", "head": "v", "loss": "v"}
 ROWS = dict.fromkeys(("attn_norm", "mlp_norm", "norm", RESIDUAL, *MEGATRON, *VOCABULARY), "b")
+POST_NORM_ROWS = {"attn_post_norm": "b", "mlp_post_norm": "b"}
 
 
 def spec(family: str, ways: int) -> ModelSpec:
@@ -74,6 +75,7 @@ FAMILIES = (
     "qwen2",
     "qwen3",
     "gpt_neox",
+    "olmo2",
 )
 
 
@@ -137,6 +139,11 @@ def by_hand() -> list[Case]:
         Case("qwen3", 3, ROWS | {"attn.head_norm": "b"}),
         Case("gpt_neox", 2, MEGATRON | VOCABULARY, cuts=(2,)),
         Case("gpt_neox", 3, ROWS, recompute=True),
+        Case("olmo2", 2, MEGATRON | {"attn.head_norm": "n"} | VOCABULARY),
+        Case("olmo2", 3, MEGATRON | {"attn.head_norm": "n"}, recompute=True),
+        Case("olmo2", 2, MEGATRON | POST_NORM_ROWS | {RESIDUAL: "b"}, cuts=(2,)),
+        Case("olmo2", 2, ROWS | POST_NORM_ROWS | {"attn.head_norm": "b"}, recompute=True),
+        Case("olmo2", 2, MEGATRON | {"attn.head_norm": "n"}, dtype="bfloat16"),
         Case("gpt2", 3, MEGATRON, recompute=True),
         Case("llama", 3, ROWS),
         Case("llama", 4, MEGATRON | VOCABULARY, recompute=True),
@@ -284,14 +291,15 @@ def priced(case: Case) -> int:
     for units in case.stages:
         for unit, count in costs.graph.kinds(*units):
             total += count * sum(costs.unit_wait(range(case.ways), unit, case.rows, case.splits, 1))
-            if case.recompute and unit is costs.graph.block:
+            if case.recompute and costs.graph.is_block(unit):
                 total += (
                     count
                     * costs.unit_wait(
                         range(case.ways), recomputed_operators(unit), case.rows, case.splits, 1
                     )[0]
                 )
-                total += count * last_input(costs, unit, case)
+                if unit[-1].kind == "matmul":
+                    total += count * last_input(costs, unit, case)
     # The loss exchanges doubles here, where the price is of floats; its rows' sum is a scalar,
     # which has no price.
     extra = {"v": 3 * 4 * case.rows * LENGTH, "b": 8, "": 0}[case.splits.get("loss", "")]

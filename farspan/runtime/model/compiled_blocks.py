@@ -87,8 +87,8 @@ def warm_up_blocks(
     """Make a forward and a backward pass over a compiled block for each number of rows.
 
     Each is another block of the same form, which shares its graph with the model's: no gradient of
-    these is touched, nothing is sent, and random numbers are drawn as if this had not been. There is
-    one for each kind of block. Raises what the compiler raises.
+    these is touched, nothing is sent, and random numbers are drawn as if this had not been. Each
+    kind of block has one. Raises what the compiler raises.
     """
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
@@ -109,9 +109,7 @@ def _first_of_each_kind(model: Decoder) -> list[int]:
     return list(by_kind.values())
 
 
-def _make_alike(
-    model: Decoder, layer: int, device: torch.device, dtype: torch.dtype
-) -> nn.Module:
+def _make_alike(model: Decoder, layer: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Return a block of zeros that is like the model's at a layer, and compiled as that is."""
     like = model.get_submodule(f"blocks.{layer}")
     assert isinstance(like, Block)

@@ -86,6 +86,27 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x_BSD, self.weight.shape, self.weight, self.eps)
 
 
+def normalize_parts(
+    parts: tuple[Tensor, Tensor],
+    norms: tuple[RMSNorm, RMSNorm],
+    widths: tuple[int, int],
+    layouts: Layouts,
+) -> tuple[Tensor, Tensor]:
+    """Return q and k (B, S, heads and dims) after RMSNorm over all heads. Where the axis divides
+    these, its ranks have parts of `widths`, and sum their squares."""
+    if layouts.operator_ways("attn.head_norm") == 1:
+        return norms[0](parts[0]), norms[1](parts[1])
+    dtype = torch.promote_types(parts[0].dtype, torch.float32)
+    whole = [part.to(dtype) for part in parts]
+    squares_2BS1 = torch.stack([x.square().sum(dim=-1, keepdim=True) for x in whole])
+    sums_2BS1 = layouts.sum_over_axis(squares_2BS1)
+    normalized = []
+    for x, norm, width, sum_BS1 in zip(whole, norms, widths, sums_2BS1, strict=True):
+        x = x * torch.rsqrt(sum_BS1 / width + norm.eps)
+        normalized.append((x * norm.weight).to(parts[0].dtype))
+    return normalized[0], normalized[1]
+
+
 def _make_norm(spec: ModelSpec) -> nn.Module:
     norm = LayerNorm if spec.norm == "layernorm" else RMSNorm
     return norm(spec.d_model, spec.norm_eps)
@@ -128,9 +149,16 @@ class Attention(nn.Module):
         rows = (spec.heads + 2 * spec.kv_heads) * spec.head_dim // layouts.operator_ways("attn.qkv")
         self.qkv = Linear(spec.d_model, rows, bias=spec.bias or bool(spec.qkv_bias))
         self.q_norm = self.k_norm = None
+        self.joint_widths: tuple[int, int] | None = None
         if spec.qk_norm:
             self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps)
             self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps)
+        elif spec.joint_qk_norm:
+            widths = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim)
+            parts = layouts.operator_ways("attn.head_norm")
+            self.q_norm = RMSNorm(widths[0] // parts, spec.norm_eps)
+            self.k_norm = RMSNorm(widths[1] // parts, spec.norm_eps)
+            self.joint_widths = widths
         self.out = _make_residual_writer("attn.out", spec.heads * spec.head_dim, spec, layouts)
         self.vanilla = vanilla
         #: Which of PyTorch's kernels computes it.
@@ -166,10 +194,17 @@ class Attention(nn.Module):
         return self.out(layouts.convert_between(y_BSD, "attn", "attn.out"))
 
     def normalize_heads(self, projected: Tensor) -> Tensor:
-        """Return q, k and v (B, S, H E + 2 K E) with each head of q and k after its norm."""
+        """Return q, k and v (B, S, H E + 2 K E) with q and k after their norms."""
         if self.q_norm is None or self.k_norm is None:
             return projected
         B, S, _ = projected.shape
+        if self.joint_widths is not None:
+            shares = [self.heads_per_group, 1, 1]
+            unit = projected.shape[-1] // sum(shares)
+            q, k, v = projected.split([unit * share for share in shares], dim=-1)
+            norms = (self.q_norm, self.k_norm)
+            q, k = normalize_parts((q, k), norms, self.joint_widths, self.layouts)
+            return torch.cat((q, k, v), dim=-1)
         heads_BSHE = projected.view(B, S, -1, self.head_dim)
         groups = heads_BSHE.shape[2] // (self.heads_per_group + 2)
         counts = [self.heads_per_group * groups, groups, groups]
@@ -278,10 +313,14 @@ class Block(nn.Module):
         #: Blocks of one kind compute alike.
         self.kind = spec.rotates(layer)
         self.is_parallel = bool(spec.parallel_residual)
-        self.attn_norm = _make_norm(spec)
+        has_before = spec.norm_place != "after"
+        has_after = bool(spec.norm_place)
+        self.attn_norm = _make_norm(spec) if has_before else None
         self.attn = Attention(spec, vanilla, layouts)
-        self.mlp_norm = _make_norm(spec)
+        self.attn_post_norm = _make_norm(spec) if has_after else None
+        self.mlp_norm = _make_norm(spec) if has_before else None
         self.mlp = MLP(spec, layouts)
+        self.mlp_post_norm = _make_norm(spec) if has_after else None
         self.between = layouts.convert_between
 
     def forward(
@@ -291,19 +330,28 @@ class Block(nn.Module):
         dropouts: tuple[PlacedDropout, PlacedDropout] | None = None,
     ) -> Tensor:
         """Return the residual stream after the block; before and after it has its own layout."""
-        h_BSD = self.attn_norm(self.between(x_BSD, RESIDUAL, "attn_norm"))
-        h_BSD = self.attn(self.between(h_BSD, "attn_norm", "attn.qkv"), rotation)
-        h_BSD = self.between(h_BSD, "attn.out", RESIDUAL)
+        h_BSD = self.normalize(x_BSD, RESIDUAL, "attn_norm", "attn.qkv")
+        h_BSD = self.attn(h_BSD, rotation)
+        h_BSD = self.normalize(h_BSD, "attn.out", "attn_post_norm", RESIDUAL)
         if dropouts is not None:
             h_BSD = dropouts[0](h_BSD)
         after_BSD = x_BSD + h_BSD
         mlp_input_BSD = x_BSD if self.is_parallel else after_BSD
-        h_BSD = self.mlp_norm(self.between(mlp_input_BSD, RESIDUAL, "mlp_norm"))
-        h_BSD = self.mlp(self.between(h_BSD, "mlp_norm", "mlp.up"))
-        h_BSD = self.between(h_BSD, "mlp.down", RESIDUAL)
+        h_BSD = self.normalize(mlp_input_BSD, RESIDUAL, "mlp_norm", "mlp.up")
+        h_BSD = self.mlp(h_BSD)
+        h_BSD = self.normalize(h_BSD, "mlp.down", "mlp_post_norm", RESIDUAL)
         if dropouts is not None:
             h_BSD = dropouts[1](h_BSD)
         return after_BSD + h_BSD
+
+    def normalize(self, x_BSD: Tensor, writer: str, name: str, reader: str) -> Tensor:
+        """Return x after the norm of that name, if the block has it, from the layout that `writer`
+        writes to the one that `reader` reads."""
+        norm: nn.Module | None = getattr(self, name)
+        if norm is None:
+            return self.between(x_BSD, writer, reader)
+        x_BSD = norm(self.between(x_BSD, writer, name))
+        return self.between(x_BSD, name, reader)
 
 
 class Decoder(nn.Module):

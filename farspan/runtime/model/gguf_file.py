@@ -41,7 +41,9 @@ _BLOCK_NAMES = {
     "attn.q_norm": "attn_q_norm",
     "attn.k_norm": "attn_k_norm",
     "attn.out": "attn_output",
+    "attn_post_norm": "post_attention_norm",
     "mlp_norm": "ffn_norm",
+    "mlp_post_norm": "post_ffw_norm",
     "mlp.down": "ffn_down",
 }
 
@@ -102,7 +104,7 @@ def require_gguf(spec: ModelSpec, tokenizer: Path) -> str:
     interval = _UNROTATED_INTERVALS.get(family.GGUF, spec.layers + 1)
     if (spec.unrotated_layers or ()) != tuple(range(interval - 1, spec.layers, interval)):
         raise _refuse(
-            f"llama.cpp's {family.TITLE} has no positions in every layer of number {interval} alone",
+            f"llama.cpp's {family.TITLE} lacks positions in every layer of number {interval} alone",
             "config.json, key 'no_rope_layers'",
         )
     return family.GGUF

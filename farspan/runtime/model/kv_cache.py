@@ -13,6 +13,7 @@ from torch import Tensor
 
 from farspan.runtime.model.compute_dtype import product_dtype
 from farspan.runtime.model.decoder import Attention, Block, Decoder, apply_rotary, layer_rotation
+from farspan.semantics.tensor_sharding import RESIDUAL
 
 
 class KVCache:
@@ -53,10 +54,14 @@ class KVCache:
             x_BTD = x_BTD + positions_TD
         for layer, block in enumerate(model.blocks):
             assert isinstance(block, Block)
-            h_BTD = block.attn_norm(x_BTD)
-            after_BTD = x_BTD + self._attend(block.attn, layer, h_BTD, first)
+            h_BTD = block.normalize(x_BTD, RESIDUAL, "attn_norm", "attn.qkv")
+            h_BTD = self._attend(block.attn, layer, h_BTD, first)
+            h_BTD = block.normalize(h_BTD, "attn.out", "attn_post_norm", RESIDUAL)
+            after_BTD = x_BTD + h_BTD
             mlp_input_BTD = x_BTD if block.is_parallel else after_BTD
-            x_BTD = after_BTD + block.mlp(block.mlp_norm(mlp_input_BTD))
+            h_BTD = block.normalize(mlp_input_BTD, RESIDUAL, "mlp_norm", "mlp.up")
+            h_BTD = block.normalize(block.mlp(h_BTD), "mlp.down", "mlp_post_norm", RESIDUAL)
+            x_BTD = after_BTD + h_BTD
         self.length = last
         state_D: Tensor = model.norm(x_BTD[0, -1])
         return state_D

@@ -340,6 +340,10 @@ class Layouts:
         edge = self._edges.get((writer, reader))
         return x if edge is None else Convert.apply(x, edge, self.axis)
 
+    def sum_over_axis(self, x: Tensor) -> Tensor:
+        """Return the sum of every rank's x (...), each of which uses it for its own part."""
+        return Convert.apply(x, OperatorEdge(PARTIAL, COPY, PARTIAL), self.axis)
+
     def count_once(self, x: Tensor) -> Tensor:
         """Return x (...) on the first rank and zeros on the others, to be added to summands: of
         their sum each rank gets the whole gradient, and so does x."""

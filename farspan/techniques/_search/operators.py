@@ -10,10 +10,12 @@ import numpy as np
 from farspan.domain.graph import Operator, OpGraph
 from farspan.domain.plan import Zero
 from farspan.estimate.memory import kept_per_row, state_bytes
+from farspan.semantics.communications import norm_sums_bytes
 from farspan.semantics.tensor_sharding import (
     COPY,
     RESIDUAL,
     Strategy,
+    norms_over,
     returns_to_residual,
     strategies,
     sums_gradient,
@@ -107,6 +109,12 @@ class Assignment:
             # The sum with a residual stream that is copied takes longer: _add_residual_edge adds
             # the rest.
             seconds = count * self.parts * self._op_s(op, split, residual)
+            if norms := norms_over(op, split):
+                sums = norm_sums_bytes(
+                    task.graph, norms, self.rows, task.train.seq_len, task.costs.width
+                )
+                wait_s = task.costs.waited_s("all_reduce", self.group, sums, self.concurrent)
+                seconds += 2 * count * self.parts * wait_s
             if summed:
                 nbytes = summed * task.engine.gradient_bytes[task.train.precision]
                 network = task.costs.network
