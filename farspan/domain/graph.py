@@ -44,6 +44,8 @@ class Operator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     #: Whether the output is added to the residual stream, where its kind does not decide: a norm's
     #: after attention or MLP is, and that of the product before it is not.
     adds_to_residual: bool | msgspec.UnsetType = msgspec.UNSET
+    #: Positions that attention looks back at, itself included, where these are not all.
+    window: int | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -160,9 +162,23 @@ def forward_flops(
         dims = set(op.einsum) - set(",->")
         return 2.0 * math.prod(graph.size(dim, b=rows, s=seq_len) for dim in dims)
     if op.kind == "attention":
-        keys = seq_len if keys is None else keys
+        keys = flash_keys(op, seq_len) if keys is None else keys
         return 4.0 * keys * graph.size("bsnr", b=rows, s=seq_len)
     return 0.0
+
+
+def is_windowed(op: Operator, seq_len: int) -> bool:
+    """Return whether attention leaves out keys that lie too far back."""
+    return isinstance(op.window, int) and op.window < seq_len
+
+
+def flash_keys(op: Operator, seq_len: int) -> float:
+    """Return the keys that attention without scores in memory computes with, a query in the mean:
+    all; or with a window the keys of a chunk as long as it, and of the one before."""
+    if not isinstance(op.window, int) or op.window >= seq_len:
+        return seq_len
+    chunks = math.ceil(seq_len / op.window)
+    return op.window**2 * (2 * chunks - 1) / seq_len
 
 
 def recomputed_operators(unit: tuple[Operator, ...]) -> tuple[Operator, ...]:

@@ -32,6 +32,19 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"original_context must be at least 1, got {self.original_context}")
 
 
+class SlidingWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Layers, from 0, that look back at `size` positions alone, themselves included. Their rotary
+    positions have a base of their own, and are not scaled."""
+
+    size: int
+    layers: tuple[int, ...]
+    rope_theta: float
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"a window has 1 position at least, got {self.size}")
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A decoder-only transformer. Families differ only in these knobs; one module builds them
     all."""
@@ -46,7 +59,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     vocab_size: int
     context: int
     norm: Literal["layernorm", "rmsnorm"]
-    activation: Literal["gelu", "gelu_tanh", "relu", "swiglu"]
+    activation: Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu_tanh"]
     positions: Literal["learned", "rope"]
     bias: bool
     tied: bool
@@ -72,6 +85,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     joint_qk_norm: bool | msgspec.UnsetType = msgspec.UNSET
     #: Attention and MLP have their norm after them, not before; or one before and one after.
     norm_place: Literal["after", "around"] | msgspec.UnsetType = msgspec.UNSET
+    #: RMSNorm multiplies by 1 + its gain.
+    offset_gains: bool | msgspec.UnsetType = msgspec.UNSET
+    #: Token embeddings are multiplied by sqrt(d_model).
+    scaled_embedding: bool | msgspec.UnsetType = msgspec.UNSET
+    #: Scores are divided by its square root, where that is not the head size's.
+    query_scalar: int | msgspec.UnsetType = msgspec.UNSET
+    window: SlidingWindow | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         for name in ("layers", "d_model", "heads", "kv_heads", "d_ff", "vocab_size", "context"):
@@ -94,9 +114,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 f"rotary_dims must be between 1 and the head size {self.head_dim}, got "
                 f"{self.turned_dims}"
             )
-        for layer in self.unrotated_layers or ():
+        windowed = self.window.layers if self.window else ()
+        for layer in (*(self.unrotated_layers or ()), *windowed):
             if not 0 <= layer < self.layers:
-                raise ValueError(f"unrotated_layers has {layer}, of {self.layers} layers")
+                raise ValueError(f"there is no layer {layer}, but {self.layers} from 0 on")
+        if self.unrotated_layers and windowed:
+            raise ValueError("unrotated_layers and window exclude each other")
+        if self.offset_gains and self.norm != "rmsnorm":
+            raise ValueError("offset_gains are those of RMSNorm")
+        if self.query_scalar is not msgspec.UNSET and self.query_scalar < 1:
+            raise ValueError(f"query_scalar must be at least 1, got {self.query_scalar}")
 
     @property
     def head_dim(self) -> int:
@@ -107,6 +134,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def rotates(self, layer: int) -> bool:
         """Return whether rotary positions turn the queries and keys of a layer, from 0."""
         return self.positions == "rope" and layer not in (self.unrotated_layers or ())
+
+    def window_size(self, layer: int) -> int | None:
+        """Return the positions that a layer, from 0, looks back at; None for all."""
+        return self.window.size if self.window and layer in self.window.layers else None
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether a gate multiplies the MLP's values."""
+        return self.activation in ("swiglu", "geglu_tanh")
 
     @property
     def turned_dims(self) -> int:
@@ -122,7 +158,7 @@ def matmul_parameters(spec: ModelSpec) -> int:
     kv = spec.kv_heads * spec.head_dim
     queries = spec.heads * spec.head_dim
     attention = spec.d_model * (2 * queries + 2 * kv)
-    matrices = 3 if spec.activation == "swiglu" else 2
+    matrices = 3 if spec.is_gated else 2
     mlp = matrices * spec.d_model * spec.d_ff
     return spec.layers * (attention + mlp) + spec.vocab_size * spec.d_model
 
@@ -135,7 +171,7 @@ def count_parameters(spec: ModelSpec) -> int:
     if spec.bias or spec.qkv_bias:
         biases = spec.heads * spec.head_dim + 2 * kv
     if spec.bias:
-        mlp_inputs = 2 if spec.activation == "swiglu" else 1
+        mlp_inputs = 2 if spec.is_gated else 1
         biases += 2 * spec.d_model + mlp_inputs * spec.d_ff
     head_norms = 0
     if spec.qk_norm:
@@ -156,7 +192,11 @@ def train_flops_per_token(spec: ModelSpec, seq_len: int) -> float:
     appendix B).
 
     N counts the matrix-multiplied weights including the head. Attention is counted whole, not
-    halved for the causal mask; recomputation is not counted. Both are the convention of MFU.
+    halved for the causal mask; recomputation is not counted. Both are the convention of MFU. Of
+    T positions a layer with a window has those of the window.
     """
-    attention = 12.0 * spec.layers * spec.heads * spec.head_dim * seq_len
+    keys = 0
+    for layer in range(spec.layers):
+        keys += min(seq_len, spec.window_size(layer) or seq_len)
+    attention = 12.0 * spec.heads * spec.head_dim * keys
     return 6.0 * matmul_parameters(spec) + attention

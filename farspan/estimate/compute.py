@@ -15,7 +15,7 @@ import msgspec
 
 from farspan.domain.cluster import Device, DType
 from farspan.domain.engine import Activity, AttentionSpeed, Engine, GpuEngine
-from farspan.domain.graph import Operator, OpGraph, backward_flops, forward_flops
+from farspan.domain.graph import Operator, OpGraph, backward_flops, forward_flops, is_windowed
 from farspan.semantics.kernel_choice import BYTES, HeadChunks, activities, gpu_activities
 from farspan.semantics.tensor_sharding import UNDIVIDED, OperatorDivision
 
@@ -268,6 +268,9 @@ def work(
         works.append(OperatorWork(arithmetic, operands, m, k, n, streamed, composed, launches))
     if gpu is not None and op.kind == "matmul" and op.output == "bsv":
         works = _chunked_head(graph, op, works, rows * seq_len, width, part, gpu.chunks)
+    elif is_fused and is_windowed(op, seq_len):
+        sizes = seq_len, graph.sizes["e"]
+        works = [work._replace(attention=sizes) for work in works]
     elif is_fused:
         # One kernel leaves out what lies in the future: half of all.
         sizes = seq_len, graph.sizes["e"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from farspan.domain.engine import Engine
-from farspan.domain.graph import Operator, OpGraph
+from farspan.domain.graph import Operator, OpGraph, is_windowed
 from farspan.domain.plan import Mesh
 from farspan.domain.train import TrainSpec
 from farspan.semantics.kernel_choice import (
@@ -65,7 +65,13 @@ def kept_per_row(
     for op in unit:
         split, keeps = splits.get(op.name, ""), op.keeps
         width = 4 if op.upcasts and backend == "cpu" else working
-        if op.kind == "attention" and (keys := scored_keys(train, backend)) is not None:
+        keys = scored_keys(train, backend, op) if op.kind == "attention" else None
+        if op.kind == "attention" and keys is None and is_windowed(op, train.seq_len):
+            # Chunks of q, keys and values of two chunks each, which GPUs have for every head, and
+            # the chunks' results.
+            repeated = "bsnr" if backend == "cuda" else "bsne"
+            keeps = ("bsnr", *(repeated,) * 4, "bsnr")
+        if keys is not None:
             # Scores as matrices need contiguous q, k and v: copies, which outlive the projection.
             keeps = op.keeps[:1]
             heads = graph.size("nr") // graph.sizes["e"]

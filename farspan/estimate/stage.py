@@ -288,7 +288,7 @@ class Costs:
         eager, blocks = self._engines[kind]
         engine = blocks if op.name in self._in_block and not is_eager else eager
         device = self._devices[kind]
-        keys = scored_keys(self.train, device.backend)
+        keys = scored_keys(self.train, device.backend, op)
         gpu = None
         if engine.gpu is not None:
             gpu = self._gpu_work(device, rows, split, ways)

@@ -12,7 +12,7 @@ from typing import Protocol, cast
 import msgspec
 
 from farspan.domain.graph import OpGraph
-from farspan.domain.model import ModelSpec
+from farspan.domain.model import ModelSpec, SlidingWindow
 from farspan.domain.problems import Refusal
 from farspan.domain.struct_files import parse_json, read_bytes
 from farspan.domain.suggest import advise, known_names
@@ -45,9 +45,11 @@ MAX_SIZES = {
     "context": 1 << 24,
     "head_size": 1 << 16,
     "rotary_dims": 1 << 16,
+    "query_scalar": 1 << 16,
+    "window": 1 << 24,
 }
 #: Sizes that not every model states.
-OPTIONAL_SIZES = frozenset({"head_size", "rotary_dims"})
+OPTIONAL_SIZES = frozenset({"head_size", "rotary_dims", "query_scalar", "window"})
 
 
 class Family(Protocol):
@@ -160,6 +162,8 @@ def _check_sizes(spec: ModelSpec) -> None:
     """Raise ValueError for a size that no model has: it would be built before it is missed."""
     for name, most in MAX_SIZES.items():
         size = getattr(spec, name)
+        if isinstance(size, SlidingWindow):
+            size = size.size
         if size is msgspec.UNSET and name in OPTIONAL_SIZES:
             continue
         if not isinstance(size, int) or isinstance(size, bool):
@@ -169,9 +173,15 @@ def _check_sizes(spec: ModelSpec) -> None:
     unrotated = spec.unrotated_layers or ()
     if any(isinstance(layer, bool) or not isinstance(layer, int) for layer in unrotated):
         raise ValueError(f"unrotated_layers is {str(unrotated)[:100]}, not numbers of layers")
-    for name in ("norm_eps", "rope_theta"):
-        value = getattr(spec, name)
-        if not isinstance(value, int | float) or not 0 < value < math.inf:
+    numbers = {"norm_eps": spec.norm_eps, "rope_theta": spec.rope_theta}
+    if spec.window:
+        numbers["rope_theta of windows"] = spec.window.rope_theta
+    for name, value in numbers.items():
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value < math.inf
+        ):
             raise ValueError(f"{name} is {str(value)[:100]}, not a number above 0")
     for name in ("bias", "tied", "parallel_residual"):
         value = getattr(spec, name)

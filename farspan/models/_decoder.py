@@ -12,7 +12,7 @@ from farspan.domain.model import ModelSpec
 def graph(spec: ModelSpec) -> OpGraph:
     """Build a decoder's training step: embedding, blocks, final norm and head."""
     width = spec.heads // spec.kv_heads * spec.head_dim
-    up_matrices = 2 if spec.activation == "swiglu" else 1
+    up_matrices = 2 if spec.is_gated else 1
     sizes = {
         "d": spec.d_model,
         "v": spec.vocab_size,
@@ -43,7 +43,7 @@ def graph(spec: ModelSpec) -> OpGraph:
     )
     loss = Operator(name="loss", kind="loss", einsum="bsv->bs", divisible="v")
     final_norm = _norm(spec, "norm")
-    kinds = [spec.rotates(layer) for layer in range(spec.layers)]
+    kinds = [(spec.rotates(layer), spec.window_size(layer)) for layer in range(spec.layers)]
     other_layers = tuple(layer for layer, kind in enumerate(kinds) if kind != kinds[0])
     others: OtherBlocks | msgspec.UnsetType = msgspec.UNSET
     if other_layers:
@@ -67,12 +67,18 @@ def _block(spec: ModelSpec, layer: int) -> tuple[Operator, ...]:
     # What ReLU keeps is its output, which the next matrix keeps anyway.
     kept = {
         "swiglu": ("bsfw", "bsf"),
+        "geglu_tanh": ("bsfw", "bsf"),
         "gelu": ("bsfw",),
         "gelu_tanh": ("bsfw",),
         "relu": (),
     }[spec.activation]
     attention = Operator(
-        name="attn", kind="attention", einsum="bsnc->bsnr", keeps=attended, divisible="n"
+        name="attn",
+        kind="attention",
+        einsum="bsnc->bsnr",
+        keeps=attended,
+        divisible="n",
+        window=spec.window_size(layer) or msgspec.UNSET,
     )
     activation = Operator(
         name="mlp.act", kind="pointwise", einsum="bsfw->bsf", divisible="f", keeps=kept

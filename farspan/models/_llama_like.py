@@ -81,10 +81,9 @@ def build_spec(
         vocab_size=vocab_size,
         context=context,
         norm="rmsnorm",
-        activation="swiglu",
         positions="rope",
         tied=tied,
-        **({"bias": False} | knobs),
+        **({"bias": False, "activation": "swiglu"} | knobs),
     )
 
 
@@ -118,7 +117,8 @@ def read_spec(
 ) -> ModelSpec:
     """Read the spec of a config.json, with `knobs` in addition; a Refusal names what farspan does
     not compute. `default_head_size` is what the family takes where none is given."""
-    require_value(config, "hidden_act", ("silu", "swish"))
+    if "activation" not in knobs:
+        require_value(config, "hidden_act", ("silu", "swish"))
     require_value(config, "partial_rotary_factor", (1.0,))
     d_model = require_key(config, "hidden_size")
     heads = require_key(config, "num_attention_heads")
@@ -143,14 +143,13 @@ def read_spec(
         vocab_size=vocab_size,
         context=context,
         norm="rmsnorm",
-        activation="swiglu",
         positions="rope",
         tied=tied,
         norm_eps=norm_eps,
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         head_size=head_size,
-        **knobs,
+        **({"activation": "swiglu"} | knobs),
     )
 
 

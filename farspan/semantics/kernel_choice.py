@@ -10,7 +10,7 @@ import msgspec
 
 from farspan.domain.cluster import DType
 from farspan.domain.engine import Activity
-from farspan.domain.graph import Operator, OpGraph
+from farspan.domain.graph import Operator, OpGraph, is_windowed
 from farspan.domain.train import Precision, TrainSpec
 from farspan.semantics.tensor_sharding import returns_to_residual
 
@@ -150,7 +150,7 @@ def activities(
         if returns_to_residual(op):
             norm["residual"] = size("bsd")
         return norm
-    if graph.sizes["w"] > 1:
+    if graph.sizes["w"] > 1:  # A gate by GELU is as one by SiLU.
         return {"swiglu": size(op.output)}
     return {"gelu" if op.keeps else "relu": size(op.output)}
 
@@ -199,6 +199,9 @@ def gpu_activities(
         done["split"] = size("bsnc")
         if are_keys_repeated:
             done["repeated"] = size("bsnr")
+        if is_windowed(op, seq_len):
+            # Keys and values of each chunk and of the one before, for every head.
+            done["repeated"] = 2 * size("bsnr")
     return done
 
 
@@ -217,14 +220,23 @@ def _attended(
     return done
 
 
-def scored_keys(train: TrainSpec, backend: str) -> float | None:
+def first_key(start: int, window: int | None) -> int:
+    """Return the first key that queries from `start` on look back at."""
+    return 0 if window is None else max(0, start - window + 1)
+
+
+def scored_keys(train: TrainSpec, backend: str, op: Operator) -> float | None:
     """Keys for which attention computes, and keeps, a query's scores, in the mean: all by the
-    textbook, on CPUs those up to the last query of its block; None where flash attention keeps
-    none."""
+    textbook, on CPUs those up to the last query of its block, and from its window's first; None
+    where flash attention keeps none."""
     S, width = train.seq_len, BYTES[train.precision]
     if train.attention == "vanilla":
         return S
     if not keeps_scores(S, width, backend):
         return None
-    scores: int = sum((part.stop - part.start) * part.stop for part in query_blocks(S, width))
+    window = op.window if isinstance(op.window, int) else None
+    scores = 0
+    for part in query_blocks(S, width):
+        keys = part.stop - first_key(part.start, window)
+        scores += (part.stop - part.start) * keys
     return scores / S

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from farspan import models
 from farspan.domain.graph import backward_flops, forward_flops, recomputed_operators
-from farspan.domain.model import ModelSpec, count_parameters, train_flops_per_token
+from farspan.domain.model import ModelSpec, SlidingWindow, count_parameters, train_flops_per_token
 from farspan.domain.train import TrainSpec
 from farspan.estimate.memory import activations_per_row
 from farspan.semantics.kernel_choice import scored_keys
@@ -31,11 +31,20 @@ FAMILIES = {
     "qwen2": ("qwen2", {"heads": 4, "kv_heads": 2}),
     "qwen3": ("qwen3", {"heads": 4, "kv_heads": 2, "head_size": 24}),
     "gpt_neox": ("gpt_neox", {}),
+    "gemma3": (
+        "gemma3",
+        {
+            "heads": 4,
+            "kv_heads": 2,
+            "layers": 3,
+            "window": SlidingWindow(size=100, layers=(0, 1), rope_theta=1e4),
+        },
+    ),
     "olmo2": ("olmo2", {"heads": 4, "kv_heads": 2, "tied": False}),
     "smollm3": ("smollm3", {"heads": 4, "kv_heads": 2, "layers": 4}),
 }
 #: Families whose key and value heads may be fewer.
-GROUPED = ("llama", "olmo2", "qwen2", "qwen3", "smollm3")
+GROUPED = ("gemma3", "llama", "olmo2", "qwen2", "qwen3", "smollm3")
 #: By the textbook, through whole scores as on CPUs, and by flash attention, of which one length
 #: suffices to be long.
 ATTENTION = {"textbook": ("vanilla", 128), "scores": ("sdpa", 128), "flash": ("sdpa", 1040)}
@@ -45,7 +54,7 @@ CASES = [
     for attention in ATTENTION
     for recompute in (False, True)
     if attention != "flash"
-    or family in ("gpt2", "llama", "llama-grouped", "qwen3", "smollm3", "olmo2")
+    or family in ("gpt2", "llama", "llama-grouped", "qwen3", "smollm3", "olmo2", "gemma3")
 ]
 
 
@@ -201,20 +210,20 @@ def test_flops_are_those_that_pytorch_counts(family, kind, recompute):
     spec = shape(name, **knobs)
     graph = models.graph(spec)
     train = TrainSpec(steps=1, batch=ROWS, seq_len=seq_len, precision="fp32", attention=attention)
-    keys = scored_keys(train, "cpu")
-    assert (keys is None) == (kind == "flash")
     ops = [op for number in range(graph.units) for op in graph.unit(number)]
-    forward = sum(forward_flops(graph, op, ROWS, seq_len, keys) for op in ops)
-    backward = sum(backward_flops(graph, op, ROWS, seq_len, keys) for op in ops)
+    keys = {op: scored_keys(train, "cpu", op) for op in ops if op.kind == "attention"}
+    assert all((count is None) == (kind == "flash") for count in keys.values())
+    forward = sum(forward_flops(graph, op, ROWS, seq_len, keys.get(op)) for op in ops)
+    backward = sum(backward_flops(graph, op, ROWS, seq_len, keys.get(op)) for op in ops)
     if recompute:
         again = sum(
-            forward_flops(graph, op, ROWS, seq_len, keys)
+            forward_flops(graph, op, ROWS, seq_len, keys.get(op))
             for number in range(1, graph.layers + 1)
             for op in recomputed_operators(graph.unit(number))
         )
         backward += again
     # The runtime's head computes its gradients at once, while its logits are in cache.
-    head = backward_flops(graph, graph.head[1], ROWS, seq_len, keys)
+    head = backward_flops(graph, graph.head[1], ROWS, seq_len, None)
     found = counted(spec, seq_len, attention, recompute)
     assert found == pytest.approx((forward + head, backward - head), rel=0.01)
 

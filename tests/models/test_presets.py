@@ -41,6 +41,8 @@ PUBLISHED = {
     "pythia-410m": 405_334_016,
     "pythia-1b": 1_011_781_632,
     "smollm3-3b": 3_075_098_624,
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-1b": 999_885_952,
     "olmo-2-1b": 1_484_916_736,
     "olmo-2-7b": 7_298_617_344,
 }
@@ -164,7 +166,7 @@ def test_unknown_names_are_refused_with_the_nearest():
         models.family("lama")
 
 
-FAMILIES = ["gpt2", "gpt_neox", "llama", "olmo2", "opt", "qwen2", "qwen3", "smollm3"]
+FAMILIES = ["gemma3", "gpt2", "gpt_neox", "llama", "olmo2", "opt", "qwen2", "qwen3", "smollm3"]
 
 
 def test_listing_families_imports_none_and_presets_need_no_torch():

@@ -40,6 +40,7 @@ SHAPES = {
     "gpt_neox": ("gpt_neox", {"heads": 2}),
     "smollm3": ("smollm3", {"heads": 4, "kv_heads": 2}),
     "olmo2": ("olmo2", {"heads": 4, "kv_heads": 2, "tied": False}),
+    "gemma3": ("gemma3", {"heads": 4, "kv_heads": 1, "head_size": 24}),
 }
 CONTEXT = 64
 #: Empty, blank, longer than the context, outside ASCII, half of a surrogate pair, a special token,

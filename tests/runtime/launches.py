@@ -164,7 +164,9 @@ def pose_as_gpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(kernels, "_device_memory", lambda device: 141 * 10**9)
 
 
-def attend_by_flash(q: Tensor, k: Tensor, v: Tensor, policy: object) -> Tensor:
+def attend_by_flash(
+    q: Tensor, k: Tensor, v: Tensor, policy: object, window: None, scale: None
+) -> Tensor:
     """Attention as a GPU computes it."""
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from farspan import models
-from farspan.domain.model import ModelSpec
+from farspan.domain.model import ModelSpec, SlidingWindow
 from farspan.domain.plan import Axis, Edge, GradSync, Mesh, Plan, Replica, Stage, Sync
 from farspan.semantics.tensor_sharding import RESIDUAL, strategies
 from tests.runtime.plans import GPT2, LLAMA, LLAMA_TIED, MEGATRON, SEQUENCE, TRAIN, VOCABULARY, plan
@@ -39,6 +39,18 @@ LATER_MODELS = (
     ),
     replace(LLAMA, family="smollm3", unrotated_layers=(1,)),
     replace(LLAMA, family="olmo2", joint_qk_norm=True, norm_place="after"),
+    replace(
+        LLAMA_TIED,
+        family="gemma3",
+        activation="geglu_tanh",
+        qk_norm=True,
+        head_size=6,
+        query_scalar=9,
+        norm_place="around",
+        offset_gains=True,
+        scaled_embedding=True,
+        window=SlidingWindow(size=3, layers=(0, 2), rope_theta=100.0),
+    ),
 )
 
 

@@ -125,6 +125,8 @@ def logits(
 ) -> Tensor:
     """(B, S, V)."""
     x_BSD = weights["tok.weight"][tokens_BS]
+    if spec.scaled_embedding:
+        x_BSD = x_BSD * math.sqrt(spec.d_model)
     if spec.positions == "learned":
         x_BSD = x_BSD + weights["pos.weight"][spec.extra_positions :][: tokens_BS.shape[1]]
     x_BSD = drop(x_BSD, 0)
@@ -150,7 +152,7 @@ def _norm(weights: Mapping[str, Tensor], spec: ModelSpec, name: str, x: Tensor) 
     x = (
         x
         / torch.sqrt(x.square().mean(-1, keepdim=True) + spec.norm_eps)
-        * weights[f"{name}.weight"]
+        * (weights[f"{name}.weight"] + (1 if spec.offset_gains else 0))
     )
     return x + weights[f"{name}.bias"] if spec.norm == "layernorm" else x
 
@@ -177,23 +179,26 @@ def _attention(weights: Mapping[str, Tensor], spec: ModelSpec, x_BSD: Tensor, i:
         q = _norm(weights, spec, "attn.q_norm", q)
         k = _norm(weights, spec, "attn.k_norm", k)
     if spec.positions == "rope" and i not in (spec.unrotated_layers or ()):
-        q = _rotated(q, spec)
-        k = _rotated(k, spec)
+        q = _rotated(q, spec, i)
+        k = _rotated(k, spec, i)
     k = k.repeat_interleave(group, 1)
     v = v.repeat_interleave(group, 1)
-    scores_BHSS = q @ k.transpose(2, 3) / math.sqrt(E)
-    scores_BHSS = scores_BHSS.masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -math.inf)
+    scores_BHSS = q @ k.transpose(2, 3) / math.sqrt(spec.query_scalar or E)
+    back_SS = torch.arange(S)[:, None] - torch.arange(S)
+    size = spec.window.size if spec.window and i in spec.window.layers else S
+    scores_BHSS = scores_BHSS.masked_fill((back_SS < 0) | (back_SS >= size), -math.inf)
     y_BHSE = scores_BHSS.softmax(-1) @ v
     return _linear(weights, "attn.out", y_BHSE.transpose(1, 2).reshape(B, S, -1))
 
 
-def _rotated(x_BHSE: Tensor, spec: ModelSpec) -> Tensor:
+def _rotated(x_BHSE: Tensor, spec: ModelSpec, i: int) -> Tensor:
     """Pairs of the two halves of a head's first dims as complex numbers, turned by position."""
     S = x_BHSE.shape[2]
     R = spec.rotary_dims or spec.head_dim
-    turn = torch.outer(
-        torch.arange(S).double(), spec.rope_theta ** (-torch.arange(0, R, 2).double() / R)
-    )
+    base = spec.rope_theta
+    if spec.window and i in spec.window.layers:
+        base = spec.window.rope_theta
+    turn = torch.outer(torch.arange(S).double(), base ** (-torch.arange(0, R, 2).double() / R))
     halves = x_BHSE[..., : R // 2].contiguous(), x_BHSE[..., R // 2 : R].contiguous()
     x = torch.complex(*halves) * torch.polar(torch.ones_like(turn), turn)
     return torch.cat((x.real, x.imag, x_BHSE[..., R:]), -1)
@@ -204,6 +209,9 @@ def _mlp(weights: Mapping[str, Tensor], spec: ModelSpec, x: Tensor) -> Tensor:
     if spec.activation == "swiglu":
         gate, value = h.chunk(2, -1)
         return _linear(weights, "mlp.down", F.silu(gate) * value)
+    if spec.activation == "geglu_tanh":
+        gate, value = h.chunk(2, -1)
+        return _linear(weights, "mlp.down", F.gelu(gate, approximate="tanh") * value)
     if spec.activation == "relu":
         return _linear(weights, "mlp.down", F.relu(h))
     approximate = "none" if spec.activation == "gelu" else "tanh"
@@ -321,7 +329,7 @@ class Replica:
         value each by itself."""
         head = spec.head_dim
         cuts = {"qkv": [spec.heads * head, spec.kv_heads * head, spec.kv_heads * head]}
-        cuts |= {"up": [spec.d_ff, spec.d_ff]} if spec.activation == "swiglu" else {}
+        cuts |= {"up": [spec.d_ff, spec.d_ff]} if spec.is_gated else {}
         for name, momentum in self.momenta.items():
             weight = self.weights[name]
             muon = self.train.optimizer.muon

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as token_models
 
 from farspan import models
 from farspan.corpus import llama_cpp_rules, patterns
 from farspan.corpus import tokenizer as tokenizers
-from farspan.domain.model import ModelSpec, RopeScaling
+from farspan.domain.model import ModelSpec, RopeScaling, SlidingWindow
 from farspan.domain.problems import Refusal
 from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.model.gguf_file import require_gguf, write_gguf
@@ -56,6 +57,16 @@ SPECS = {
     ),
     "qwen2": ("qwen2", {"heads": 4, "kv_heads": 2}),
     "qwen3": ("qwen3", {"heads": 4, "kv_heads": 2, "head_size": 32}),
+    "gemma3": (
+        "gemma3",
+        {
+            "heads": 4,
+            "kv_heads": 1,
+            "head_size": 32,
+            "layers": 7,
+            "window": SlidingWindow(size=40, layers=(0, 1, 2, 3, 4, 6), rope_theta=10_000.0),
+        },
+    ),
     "olmo2": ("olmo2", {"heads": 4, "kv_heads": 2, "tied": False}),
     "smollm3": ("smollm3", {"heads": 4, "kv_heads": 2, "layers": 5}),
     "gpt2": ("gpt2", {"heads": 4}),
@@ -63,7 +74,7 @@ SPECS = {
 }
 #: llama.cpp takes GELU from a table of half precision: what a logit may differ by. All else is
 #: fp32.
-TABLE_ERRORS = {"gpt2": 5e-3, "gpt_neox": 5e-3}
+TABLE_ERRORS = {"gpt2": 5e-3, "gpt_neox": 5e-3, "gemma3": 5e-3}
 EXACT_ERROR = 1e-4
 
 
@@ -237,6 +248,21 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path, tokenizer):
     with pytest.raises(Refusal, match=r"llama\.cpp has no OPT") as caught:
         require_gguf(opt, tokenizer)
     assert caught.value.problem.code == "cannot-export"
+    gemma = build("gemma3")
+    for changed in (
+        replace(gemma, query_scalar=99),
+        replace(gemma, window=replace(gemma.window, layers=(0, 1))),
+        replace(gemma, window=replace(gemma.window, rope_theta=5e3)),
+        replace(build("smollm3"), unrotated_layers=(1,)),
+    ):
+        with pytest.raises(Refusal, match=r"llama\.cpp's (gemma3|smollm3)"):
+            require_gguf(changed, tokenizer)
+    # As Gemma's own: bytes stand for what is no token.
+    falling_back = json.loads(tokenizer.read_bytes())
+    falling_back["model"]["byte_fallback"] = True
+    (tmp_path / "falling_back.json").write_text(json.dumps(falling_back))
+    with pytest.raises(Refusal, match="splits text in a way"):
+        require_gguf(gemma, tmp_path / "falling_back.json")
     strange = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.ByteLevel()])
     for splitting in (strange, split_by(patterns.GPT4O_PATTERN)):
         path = train_tokenizer(tmp_path / "tokenizer.json", splitting)

@@ -15,7 +15,7 @@ from tokenizers import models as token_models
 
 from farspan import models
 from farspan.corpus import tokenizer as tokenizers
-from farspan.domain.model import count_parameters
+from farspan.domain.model import SlidingWindow, count_parameters
 from farspan.domain.problems import Refusal
 from farspan.models import _weight_files
 from farspan.runtime.model import huggingface
@@ -42,6 +42,17 @@ SHAPES = {
         {"d_model": 48, "layers": 2, "heads": 4, "kv_heads": 2, "head_size": 20, "tied": False},
     ),
     "gpt_neox": ("gpt_neox", {"d_model": 48, "layers": 2, "heads": 2}),
+    "gemma3": (
+        "gemma3",
+        {
+            "d_model": 48,
+            "layers": 3,
+            "heads": 4,
+            "kv_heads": 2,
+            "head_size": 20,
+            "window": SlidingWindow(size=7, layers=(0, 2), rope_theta=1e4),
+        },
+    ),
     "olmo2": ("olmo2", {"d_model": 48, "layers": 2, "heads": 4, "kv_heads": 2, "tied": False}),
     "smollm3": ("smollm3", {"d_model": 48, "layers": 5, "heads": 4, "kv_heads": 2}),
 }
@@ -197,6 +208,30 @@ REAL_KNOBS = {
         {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}},
         {"use_parallel_residual": False, "hidden_act": "gelu_new"},
         {"rope_parameters": {"rope_theta": 5e3, "partial_rotary_factor": 1.0}},
+    ),
+    "Gemma3TextConfig": (
+        {  # Gemma 3 1B
+            "num_hidden_layers": 7,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 12,
+        },
+        {  # Gemma 3 27B: scores have a scale of their own
+            "head_dim": 16,
+            "query_pre_attn_scalar": 21,
+            "sliding_window": 24,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 512,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+            },
+        },
     ),
     "Olmo2Config": (
         {"rope_parameters": {"rope_theta": 5e5}, "rms_norm_eps": 1e-6},
@@ -445,6 +480,12 @@ def refusal(folder):
         ("llama", {"hidden_act": "gelu"}),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 8}),
         ("qwen3", {"attention_bias": True}),
+        ("gemma3", {"attn_logit_softcapping": 50.0}),
+        ("gemma3", {"final_logit_softcapping": 30.0}),
+        ("gemma3", {"use_bidirectional_attention": True}),
+        ("gemma3", {"hidden_activation": "gelu"}),
+        ("gemma3", {"layer_types": ["chunked_attention"] * 3}),
+        ("gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
         ("olmo2", {"attention_bias": True}),
         ("olmo2", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 8}),

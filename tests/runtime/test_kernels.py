@@ -46,6 +46,36 @@ def test_matrix_attention_equals_the_textbook(rows, kv_heads, repeat, length, si
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
+@given(
+    rows=st.integers(1, 3),
+    kv_heads=st.integers(1, 2),
+    repeat=st.integers(1, 3),
+    length=st.integers(1, 150),
+    window=st.integers(1, 160),
+    scale=st.sampled_from([None, 0.3]),
+    in_memory=st.booleans(),
+    seed=st.integers(0, 2**20),
+)
+def test_attention_with_a_window_equals_the_textbook(
+    rows, kv_heads, repeat, length, window, scale, in_memory, seed
+):
+    """With its scores in memory, and by the kernels that keep none."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = [
+        torch.randn(
+            (rows, heads, length, 4), dtype=torch.float64, generator=generator, requires_grad=True
+        )
+        for heads in (kv_heads * repeat, kv_heads, kv_heads)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "keeps_scores", lambda *given: in_memory)
+        ours = kernels.causal_attention(*inputs, window=window, scale=scale)
+    reference = vanilla_attention(*inputs, window, scale)
+    torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(_grads(ours, inputs), _grads(reference, inputs), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_matrix_attention_equals_sdpa_in_float64():
     inputs = [torch.randn(2, 3, 33, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     ours = kernels.MatrixAttention.apply(*inputs)

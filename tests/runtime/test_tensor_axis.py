@@ -62,6 +62,8 @@ def spec(family: str, ways: int) -> ModelSpec:
     }
     grouped = {} if name in ("gpt2", "opt", "gpt_neox") else {"kv_heads": ways}
     made = models.family(name).shape(**size, **grouped, context=8, tied="untied" not in knobs)
+    if made.window:
+        made = replace(made, window=replace(made.window, size=3, layers=(0,)))
     return replace(made, bias=True) if "bias" in knobs else made
 
 
@@ -76,6 +78,7 @@ FAMILIES = (
     "qwen3",
     "gpt_neox",
     "olmo2",
+    "gemma3",
 )
 
 
@@ -139,6 +142,9 @@ def by_hand() -> list[Case]:
         Case("qwen3", 3, ROWS | {"attn.head_norm": "b"}),
         Case("gpt_neox", 2, MEGATRON | VOCABULARY, cuts=(2,)),
         Case("gpt_neox", 3, ROWS, recompute=True),
+        Case("gemma3", 2, MEGATRON | {"attn.head_norm": "n"} | VOCABULARY),
+        Case("gemma3", 2, ROWS | POST_NORM_ROWS | {"attn.head_norm": "b"}, cuts=(2,)),
+        Case("gemma3", 3, MEGATRON | POST_NORM_ROWS | {RESIDUAL: "b"}, recompute=True),
         Case("olmo2", 2, MEGATRON | {"attn.head_norm": "n"} | VOCABULARY),
         Case("olmo2", 3, MEGATRON | {"attn.head_norm": "n"}, recompute=True),
         Case("olmo2", 2, MEGATRON | POST_NORM_ROWS | {RESIDUAL: "b"}, cuts=(2,)),
@@ -432,7 +438,9 @@ def test_the_whole_model_starts_with_the_values_that_it_always_had(family):
     generator = torch.Generator().manual_seed(7)
     for name, parameter in sorted(model.named_parameters()):
         if "norm" in name or name.endswith("bias"):
-            assert (parameter == float("norm" in name and name.endswith("weight"))).all()
+            gain = 0.0 if model.spec.offset_gains else 1.0
+            first = gain if "norm" in name and name.endswith("weight") else 0.0
+            assert (parameter == first).all()
         else:
             std = 0.02 / (4**0.5 if name.endswith(("attn.out.weight", "mlp.down.weight")) else 1)
             assert torch.equal(

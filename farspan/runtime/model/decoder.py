@@ -77,13 +77,20 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, dim: int, eps: float) -> None:
+    """RMSNorm of `dim` numbers; with offset gains it multiplies by 1 + its weight."""
+
+    def __init__(self, dim: int, spec: ModelSpec) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
+        self.eps = spec.norm_eps
+        self.has_offset = bool(spec.offset_gains)
+
+    @property
+    def gains(self) -> Tensor:
+        return 1 + self.weight if self.has_offset else self.weight
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        return F.rms_norm(x_BSD, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x_BSD, self.weight.shape, self.gains, self.eps)
 
 
 def normalize_parts(
@@ -103,13 +110,14 @@ def normalize_parts(
     normalized = []
     for x, norm, width, sum_BS1 in zip(whole, norms, widths, sums_2BS1, strict=True):
         x = x * torch.rsqrt(sum_BS1 / width + norm.eps)
-        normalized.append((x * norm.weight).to(parts[0].dtype))
+        normalized.append((x * norm.gains).to(parts[0].dtype))
     return normalized[0], normalized[1]
 
 
 def _make_norm(spec: ModelSpec) -> nn.Module:
-    norm = LayerNorm if spec.norm == "layernorm" else RMSNorm
-    return norm(spec.d_model, spec.norm_eps)
+    if spec.norm == "layernorm":
+        return LayerNorm(spec.d_model, spec.norm_eps)
+    return RMSNorm(spec.d_model, spec)
 
 
 class Summand(Linear):
@@ -139,9 +147,12 @@ class Attention(nn.Module):
     """Causal self-attention. `qkv` holds the rows of q (H E), k (K E) and v (K E), in this
     order."""
 
-    def __init__(self, spec: ModelSpec, vanilla: bool, layouts: Layouts) -> None:
+    def __init__(self, spec: ModelSpec, vanilla: bool, layouts: Layouts, layer: int) -> None:
         super().__init__()
         ways = layouts.operator_ways("attn")
+        self.window = spec.window_size(layer)
+        #: Of scores; None for 1 / sqrt(E).
+        self.scale = None if not spec.query_scalar else spec.query_scalar**-0.5
         self.heads = spec.heads // ways
         self.kv_heads = spec.kv_heads // ways
         self.heads_per_group = spec.heads // spec.kv_heads
@@ -151,13 +162,13 @@ class Attention(nn.Module):
         self.q_norm = self.k_norm = None
         self.joint_widths: tuple[int, int] | None = None
         if spec.qk_norm:
-            self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps)
-            self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps)
+            self.q_norm = RMSNorm(spec.head_dim, spec)
+            self.k_norm = RMSNorm(spec.head_dim, spec)
         elif spec.joint_qk_norm:
             widths = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim)
             parts = layouts.operator_ways("attn.head_norm")
-            self.q_norm = RMSNorm(widths[0] // parts, spec.norm_eps)
-            self.k_norm = RMSNorm(widths[1] // parts, spec.norm_eps)
+            self.q_norm = RMSNorm(widths[0] // parts, spec)
+            self.k_norm = RMSNorm(widths[1] // parts, spec)
             self.joint_widths = widths
         self.out = _make_residual_writer("attn.out", spec.heads * spec.head_dim, spec, layouts)
         self.vanilla = vanilla
@@ -187,9 +198,9 @@ class Attention(nn.Module):
                 q = apply_rotary(q, *rotation)
                 k = apply_rotary(k, *rotation)
         if self.vanilla:
-            y_BHSE = vanilla_attention(q, k, v)
+            y_BHSE = vanilla_attention(q, k, v, self.window, self.scale)
         else:
-            y_BHSE = causal_attention(q, k, v, self.policy)
+            y_BHSE = causal_attention(q, k, v, self.policy, self.window, self.scale)
         y_BSD = y_BHSE.transpose(1, 2).reshape(B, S, -1)
         return self.out(layouts.convert_between(y_BSD, "attn", "attn.out"))
 
@@ -212,29 +223,38 @@ class Attention(nn.Module):
         return torch.cat((self.q_norm(q), self.k_norm(k), v), dim=2).flatten(2)
 
 
-def vanilla_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def vanilla_attention(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None = None, scale: float | None = None
+) -> Tensor:
     """Attention by the textbook, its S x S scores in memory: the cost study's "vanilla" setting,
     and an oracle."""
     queries_per_kv = q.shape[1] // k.shape[1]
     k = k.repeat_interleave(queries_per_kv, dim=1)
     v = v.repeat_interleave(queries_per_kv, dim=1)
     scores_BHSS = q @ k.transpose(-2, -1)
-    scores_BHSS = scores_BHSS / math.sqrt(q.shape[-1])
-    future_SS = torch.ones_like(scores_BHSS[0, 0], dtype=torch.bool).triu(1)
-    scores_BHSS = scores_BHSS.masked_fill(future_SS, float("-inf"))
+    scores_BHSS = scores_BHSS / math.sqrt(q.shape[-1]) if scale is None else scores_BHSS * scale
+    hidden_SS = torch.ones_like(scores_BHSS[0, 0], dtype=torch.bool).triu(1)
+    if window is not None:
+        hidden_SS |= torch.ones_like(hidden_SS).tril(-window)
+    scores_BHSS = scores_BHSS.masked_fill(hidden_SS, float("-inf"))
     p_BHSS = torch.softmax(scores_BHSS.float(), dim=-1)
     return p_BHSS.to(v.dtype) @ v
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=16)
 def rotary_table(
-    spec: ModelSpec, length: int, device: torch.device, dtype: torch.dtype
+    spec: ModelSpec,
+    length: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    in_window: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return cosines and sines (S, R) of rotary positions, halves repeated as in Llama (arXiv
-    2104.09864), computed in fp32."""
+    2104.09864), computed in fp32; `in_window` those of layers with a window."""
     # Kept for passes that need gradients, too, which take no tensors of inference mode.
     with torch.inference_mode(False):
-        frequencies_R2 = rotary_frequencies(spec, device)
+        frequencies_R2 = rotary_frequencies(spec, device, in_window=in_window)
         positions_S = torch.arange(length, device=device).float()
         angles_SR2 = torch.outer(positions_S, frequencies_R2)
         angles_SR = torch.cat((angles_SR2, angles_SR2), dim=-1)
@@ -247,14 +267,16 @@ def layer_rotation(
     """Return the rotary table of a layer, from 0; None where it has no rotary positions."""
     if not spec.rotates(layer):
         return None
-    return rotary_table(spec, length, device, dtype)
+    in_window = spec.window_size(layer) is not None
+    return rotary_table(spec, length, device, dtype, in_window=in_window)
 
 
-def rotary_frequencies(spec: ModelSpec, device: torch.device) -> Tensor:
+def rotary_frequencies(spec: ModelSpec, device: torch.device, *, in_window: bool = False) -> Tensor:
     """Return the angles (R / 2) by which each position turns a pair of dims further."""
     dims_R2 = torch.arange(0, spec.turned_dims, 2, device=device).float()
-    frequencies_R2 = spec.rope_theta ** (-dims_R2 / spec.turned_dims)
-    if not spec.rope_scaling:
+    rope_theta = spec.window.rope_theta if in_window and spec.window else spec.rope_theta
+    frequencies_R2 = rope_theta ** (-dims_R2 / spec.turned_dims)
+    if in_window or not spec.rope_scaling:
         return frequencies_R2
     return _scale_frequencies(frequencies_R2, spec.rope_scaling)
 
@@ -280,13 +302,13 @@ def apply_rotary(x_BHSE: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """Two matrices and an activation. For SwiGLU `up` holds the gate's rows, then the value's."""
+    """Two matrices and an activation. With a gate `up` holds its rows, then the value's."""
 
     def __init__(self, spec: ModelSpec, layouts: Layouts) -> None:
         super().__init__()
         self.activation = spec.activation
         self.layouts = layouts
-        rows = spec.d_ff * (2 if spec.activation == "swiglu" else 1)
+        rows = spec.d_ff * (2 if spec.is_gated else 1)
         self.up = Linear(spec.d_model, rows // layouts.operator_ways("mlp.up"), bias=spec.bias)
         self.down = _make_residual_writer("mlp.down", spec.d_ff, spec, layouts)
 
@@ -296,6 +318,9 @@ class MLP(nn.Module):
         if self.activation == "swiglu":
             gate_BSF, value_BSF = h_BSF.chunk(2, dim=-1)
             h_BSF = F.silu(gate_BSF) * value_BSF
+        elif self.activation == "geglu_tanh":
+            gate_BSF, value_BSF = h_BSF.chunk(2, dim=-1)
+            h_BSF = F.gelu(gate_BSF, approximate="tanh") * value_BSF
         elif self.activation == "relu":
             h_BSF = F.relu(h_BSF)
         elif self.activation == "gelu":
@@ -311,12 +336,12 @@ class Block(nn.Module):
     def __init__(self, spec: ModelSpec, vanilla: bool, layouts: Layouts, layer: int) -> None:
         super().__init__()
         #: Blocks of one kind compute alike.
-        self.kind = spec.rotates(layer)
+        self.kind = spec.rotates(layer), spec.window_size(layer)
         self.is_parallel = bool(spec.parallel_residual)
         has_before = spec.norm_place != "after"
         has_after = bool(spec.norm_place)
         self.attn_norm = _make_norm(spec) if has_before else None
-        self.attn = Attention(spec, vanilla, layouts)
+        self.attn = Attention(spec, vanilla, layouts, layer)
         self.attn_post_norm = _make_norm(spec) if has_after else None
         self.mlp_norm = _make_norm(spec) if has_before else None
         self.mlp = MLP(spec, layouts)
@@ -467,6 +492,8 @@ class Decoder(nn.Module):
             absent_BS = (tokens_BS < 0) | (tokens_BS >= len(table_VD))
             x_BSD = embed_tokens(tokens_BS.masked_fill(absent_BS, 0), table_VD)
             x_BSD = x_BSD.masked_fill(absent_BS.unsqueeze(-1), 0.0)
+        if self.spec.scaled_embedding:
+            x_BSD = x_BSD * math.sqrt(self.spec.d_model)
         if self.spec.positions == "learned":
             first = self.spec.extra_positions
             positions_SD = self.pos.weight[first : first + tokens_BS.shape[1]]
@@ -572,7 +599,7 @@ def initial_parameters(spec: ModelSpec, seed: int) -> Iterator[tuple[str, Tensor
         if name.endswith("bias"):
             yield name, torch.zeros(shape)
         elif "norm" in name:
-            yield name, torch.ones(shape)
+            yield name, torch.zeros(shape) if spec.offset_gains else torch.ones(shape)
         else:
             std = 0.02
             if name.endswith(("attn.out.weight", "mlp.down.weight")):

@@ -34,6 +34,10 @@ _FUSED = frozenset({"gpt2", "gptneox"})
 _INTERLEAVED = frozenset({"llama", "smollm3"})
 #: The architecture in which each layer of this number has no positions, whatever a file has.
 _UNROTATED_INTERVALS = {"smollm3": 4}
+#: Every layer of this number has no window, where others have one, and the base of theirs
+#: (src/llama-model.cpp, LLM_ARCH_GEMMA3).
+_WINDOW_INTERVAL = 6
+_WINDOW_ROPE_THETA = 10_000.0
 #: Those that read the head from a tensor of its own also where it is the embedding's table.
 _OWN_HEAD = frozenset({"gpt2", "gptneox"})
 _BLOCK_NAMES = {
@@ -101,13 +105,37 @@ def require_gguf(spec: ModelSpec, tokenizer: Path) -> str:
         raise _refuse(
             "the tokenizer splits text in a way that llama.cpp does not know", "tokenizer.json"
         )
-    interval = _UNROTATED_INTERVALS.get(family.GGUF, spec.layers + 1)
+    _require_layers(spec, family.GGUF)
+    return family.GGUF
+
+
+def _require_layers(spec: ModelSpec, architecture: str) -> None:
+    """Refuse a model whose layers differ from one another otherwise than llama.cpp has them,
+    whatever a file gives."""
+    interval = _UNROTATED_INTERVALS.get(architecture, spec.layers + 1)
     if (spec.unrotated_layers or ()) != tuple(range(interval - 1, spec.layers, interval)):
         raise _refuse(
-            f"llama.cpp's {family.TITLE} lacks positions in every layer of number {interval} alone",
+            f"llama.cpp's {architecture} lacks positions in every layer of number {interval} alone",
             "config.json, key 'no_rope_layers'",
         )
-    return family.GGUF
+    if spec.window:
+        every = [layer for layer in range(spec.layers) if (layer + 1) % _WINDOW_INTERVAL]
+        if list(spec.window.layers) != every or spec.window.rope_theta != _WINDOW_ROPE_THETA:
+            raise _refuse(
+                f"llama.cpp's {architecture} has a window in all layers but every sixth, and "
+                f"turns their positions by a base of {_WINDOW_ROPE_THETA:.0f}",
+                "config.json, keys 'layer_types' and 'rope_parameters'",
+            )
+        if spec.rope_scaling:
+            raise _refuse(
+                f"llama.cpp's {architecture} scales no positions by frequency",
+                "config.json, key 'rope_parameters'",
+            )
+    if spec.query_scalar:
+        raise _refuse(
+            f"llama.cpp's {architecture} divides scores by the root of the head size",
+            "config.json, key 'query_pre_attn_scalar'",
+        )
 
 
 def _refuse(what: str, where: str) -> Refusal:
@@ -135,6 +163,8 @@ def _add_sizes(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
     if spec.positions == "rope":
         writer.add_rope_freq_base(spec.rope_theta)
         writer.add_rope_dimension_count(spec.turned_dims)
+    if spec.window:
+        writer.add_sliding_window(spec.window.size)
     if spec.head_size:
         writer.add_key_length(spec.head_size)
         writer.add_value_length(spec.head_size)
@@ -193,7 +223,8 @@ def _list_tensors(
                 part, _, kind = name.removeprefix(ours).rpartition(".")
                 for theirs, piece in _divide(spec, architecture, part, tensor):
                     yield f"blk.{layer}.{theirs}.{kind}", piece
-    yield "output_norm.weight", state["norm.weight"]
+    gains = state["norm.weight"]
+    yield "output_norm.weight", 1 + gains if spec.offset_gains else gains
     if "norm.bias" in state:
         yield "output_norm.bias", state["norm.bias"]
     if not spec.tied:
@@ -217,12 +248,14 @@ def _divide(
         yield "attn_q", q
         yield "attn_k", k
         yield "attn_v", v
-    elif part == "mlp.up" and spec.activation == "swiglu":
+    elif part == "mlp.up" and spec.is_gated:
         gate, value = tensor.split(spec.d_ff)
         yield "ffn_gate", gate
         yield "ffn_up", value
     elif part == "mlp.up":
         yield "ffn_up", tensor
+    elif spec.offset_gains and part.endswith("norm"):
+        yield _BLOCK_NAMES[part], 1 + tensor
     else:
         yield _BLOCK_NAMES[part], tensor
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import psutil
@@ -22,6 +23,7 @@ from farspan.runtime.model.attention_policy import DEFAULT_POLICY, AttentionPoli
 from farspan.runtime.model.fused_loss import FusedLoss
 from farspan.semantics.kernel_choice import (
     LOGITS_CHUNK_BYTES,
+    first_key,
     fused_logits_rows,
     keeps_scores,
     padded_vocabulary,
@@ -36,6 +38,19 @@ def _future_mask(length: int, dtype: torch.dtype, device: torch.device) -> Tenso
     return mask_SS.triu_(1)
 
 
+def _make_window_mask(
+    length: int, before: int, window: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return (S, before + S): 0 for the last `window` keys up to each query, -inf for others.
+    `before` keys come before the first query."""
+    visible = torch.ones(length, before + length, dtype=torch.bool, device=device)
+    visible = visible.tril(before).triu(before - window + 1)
+    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, float("-inf"))
+
+
+_window_mask = functools.lru_cache(maxsize=8)(_make_window_mask)
+
+
 class MatrixAttention(torch.autograd.Function):
     """Causal attention by batched matrix products, a block of queries at a time with the keys up to
     the last of them: what lies in the future of all of them is never computed. Keeps the
@@ -46,7 +61,14 @@ class MatrixAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
         B, H, S, E = q.shape
         K = k.shape[1]
         G = B * K
@@ -55,74 +77,120 @@ class MatrixAttention(torch.autograd.Function):
         v_GSE = v.reshape(G, S, E)
         y_GRSE = torch.empty_like(q_GRSE)
         kept = []
-        scale = 1 / math.sqrt(E)
+        scale = 1 / math.sqrt(E) if scale is None else scale
         for part in query_blocks(S, q.element_size()):
-            stop = part.stop
-            T = stop - part.start
+            keys = slice(first_key(part.start, window), part.stop)
+            num_keys = keys.stop - keys.start
+            T = part.stop - part.start
             queries_GTE = q_GRSE[:, :, part].reshape(G, -1, E)
-            scores = torch.bmm(queries_GTE, k_GSE[:, :stop].transpose(1, 2))
-            scores = scores.view(B * H, T, stop).mul_(scale)
-            scores[:, :, part].add_(_future_mask(T, q.dtype, q.device))
-            p_GTS = torch.softmax(scores, dim=-1).view(G, -1, stop)
-            y_GTE = torch.bmm(p_GTS, v_GSE[:, :stop])
+            scores = torch.bmm(queries_GTE, k_GSE[:, keys].transpose(1, 2))
+            scores = scores.view(B * H, T, num_keys).mul_(scale)
+            if window is None:
+                scores[:, :, part].add_(_future_mask(T, q.dtype, q.device))
+            else:
+                scores.add_(_window_mask(T, num_keys - T, window, q.dtype, q.device))
+            p_GTS = torch.softmax(scores, dim=-1).view(G, -1, num_keys)
+            y_GTE = torch.bmm(p_GTS, v_GSE[:, keys])
             y_GRSE[:, :, part] = y_GTE.view(G, -1, T, E)
             kept.append(p_GTS)
         ctx.save_for_backward(q_GRSE, k_GSE, v_GSE, *kept)
+        ctx.window = window
+        ctx.scale = scale
         return y_GRSE.view(B, H, S, E)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q_GRSE, k_GSE, v_GSE, *kept = ctx.saved_tensors
         G, R, S, E = q_GRSE.shape
         dy_GRSE = gradients[0].reshape(G, R, S, E)
         dq_GRSE = torch.empty_like(q_GRSE)
         dk_GSE = dv_GSE = None
-        scale = 1 / math.sqrt(E)
-        # The last block comes first: it writes to every key.
+        scale = ctx.scale
+        if ctx.window is not None:
+            dk_GSE = torch.zeros_like(k_GSE)
+            dv_GSE = torch.zeros_like(v_GSE)
+        # The last block comes first: without a window it writes to every key.
         for part in reversed(query_blocks(S, q_GRSE.element_size())):
-            stop = part.stop
+            keys = slice(first_key(part.start, ctx.window), part.stop)
             p_GTS = kept.pop()
             dy_GTE = dy_GRSE[:, :, part].reshape(G, -1, E)
-            dp_GTS = torch.bmm(dy_GTE, v_GSE[:, :stop].transpose(1, 2))
+            dp_GTS = torch.bmm(dy_GTE, v_GSE[:, keys].transpose(1, 2))
             ds_GTS = torch._softmax_backward_data(dp_GTS, p_GTS, -1, p_GTS.dtype).mul_(scale)
-            dq_GTE = torch.bmm(ds_GTS, k_GSE[:, :stop])
+            dq_GTE = torch.bmm(ds_GTS, k_GSE[:, keys])
             dq_GRSE[:, :, part] = dq_GTE.view(G, R, -1, E)
             queries_GTE = q_GRSE[:, :, part].reshape(G, -1, E)
-            dk_GSE = _add_product(dk_GSE, ds_GTS.transpose(1, 2), queries_GTE)
-            dv_GSE = _add_product(dv_GSE, p_GTS.transpose(1, 2), dy_GTE)
+            dk_GSE = _add_product(dk_GSE, keys, ds_GTS.transpose(1, 2), queries_GTE)
+            dv_GSE = _add_product(dv_GSE, keys, p_GTS.transpose(1, 2), dy_GTE)
         assert dk_GSE is not None and dv_GSE is not None
         whole = (len(gradients[0]), -1, S, E)
-        return dq_GRSE.view(whole), dk_GSE.view(whole), dv_GSE.view(whole)
+        return dq_GRSE.view(whole), dk_GSE.view(whole), dv_GSE.view(whole), None, None
 
 
-def _add_product(whole: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """Add `a @ b` to the first rows of what is there."""
+def _add_product(whole: Tensor | None, rows: slice, a: Tensor, b: Tensor) -> Tensor:
+    """Add `a @ b` to rows of what is there."""
     if whole is None:
         return torch.bmm(a, b)
-    whole[:, : a.shape[1]].baddbmm_(a, b)
+    whole[:, rows].baddbmm_(a, b)
     return whole
 
 
 def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, policy: AttentionPolicy = DEFAULT_POLICY
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    policy: AttentionPolicy = DEFAULT_POLICY,
+    window: int | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """q (B, H, S, E), k and v (B, K, S, E) -> (B, H, S, E), by the fastest exact path for the
-    device and length."""
+    device and length. A query sees `window` keys, its own the last, or all up to it. `scale` is
+    1 / sqrt(E) unless given."""
+    if window is not None and window >= q.shape[2]:
+        window = None
     if keeps_scores(q.shape[2], q.element_size(), q.device.type):
-        return MatrixAttention.apply(q, k, v)
+        return MatrixAttention.apply(q, k, v, window, scale)
     query_heads = q.shape[1] // k.shape[1]
-    if query_heads > 1 and policy.repeats_keys:
+    # No fast kernel of GPUs takes grouped queries with a mask.
+    is_masked_on_gpu = window is not None and not q.is_cpu
+    if query_heads > 1 and (policy.repeats_keys or is_masked_on_gpu):
         k = k.repeat_interleave(query_heads, dim=1)
         v = v.repeat_interleave(query_heads, dim=1)
     attend = functools.partial(
         torch.nn.functional.scaled_dot_product_attention,
-        is_causal=True,
         enable_gqa=q.shape[1] != k.shape[1],
+        scale=scale,
     )
+    if window is not None:
+        return _windowed_attention(q, k, v, window, attend)
     if not policy.backends:
-        return attend(q, k, v)
+        return attend(q, k, v, is_causal=True)
     with sdpa_kernel(list(policy.backends), set_priority=True):
-        return attend(q, k, v)
+        return attend(q, k, v, is_causal=True)
+
+
+def _windowed_attention(
+    q: Tensor, k: Tensor, v: Tensor, window: int, attend: Callable[..., Tensor]
+) -> Tensor:
+    """Return attention (B, H, S, E) of windows shorter than S, by chunks as long as a window: its
+    queries see keys of their own chunk and of the one before, as local attention of Longformer
+    (arXiv 2004.05150, section 3.1)."""
+    B, _, S, _ = q.shape
+    chunks = -(-S // window) - 1  # Without the first, which has none before it.
+    first = [x[:, :, :window].contiguous() for x in (q, k, v)]
+    first_BHWE = attend(*first, is_causal=True)
+    padding = (0, 0, 0, (chunks + 1) * window - S)
+    q, k, v = (torch.nn.functional.pad(x, padding) for x in (q, k, v))
+
+    def take_chunks(x: Tensor, start: int) -> Tensor:
+        part = x[:, :, start : start + chunks * window]
+        return part.unflatten(2, (chunks, window)).transpose(1, 2).flatten(0, 1)
+
+    keys, values = (torch.cat((take_chunks(x, 0), take_chunks(x, window)), dim=2) for x in (k, v))
+    # Not the one that is kept: compilers warn of caches.
+    mask = _make_window_mask(window, window, window, q.dtype, q.device)
+    rest = attend(take_chunks(q, window), keys, values, attn_mask=mask)
+    rest_BHSE = rest.unflatten(0, (B, chunks)).transpose(1, 2).flatten(2, 3)
+    return torch.cat((first_BHWE, rest_BHSE[:, :, : S - window]), dim=2)
 
 
 class VocabularyShard(NamedTuple):

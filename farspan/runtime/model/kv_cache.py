@@ -7,12 +7,15 @@ sequence, but for the rounding of sums in another order.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from farspan.runtime.model.compute_dtype import product_dtype
 from farspan.runtime.model.decoder import Attention, Block, Decoder, apply_rotary, layer_rotation
+from farspan.semantics.kernel_choice import first_key
 from farspan.semantics.tensor_sharding import RESIDUAL
 
 
@@ -48,6 +51,8 @@ class KVCache:
         if last > model.spec.context:
             raise ValueError(f"{last} positions given, the model's context is {model.spec.context}")
         x_BTD = F.embedding(tokens_T[None], model.tok.weight)
+        if model.spec.scaled_embedding:
+            x_BTD = x_BTD * math.sqrt(model.spec.d_model)
         if model.spec.positions == "learned":
             before = model.spec.extra_positions
             positions_TD = model.pos.weight[before + first : before + last]
@@ -82,18 +87,25 @@ class KVCache:
             k = apply_rotary(k, cos_SR[new], sin_SR[new])
         keys[:, :, new] = k
         values[:, :, new] = v
+        start = first_key(first, attn.window)
         seen_TS = None
         if T > 1:
-            # Each new position sees all that are kept, and of the new ones those up to itself.
-            seen_TS = torch.ones(T, last, dtype=torch.bool, device=q.device).tril(first)
-        k = keys[:, :, :last]
-        v = values[:, :, :last]
+            # Each new position sees all that are kept, and of the new ones those up to itself; or
+            # the last ones of these.
+            seen_TS = torch.ones(T, last - start, dtype=torch.bool, device=q.device)
+            seen_TS = seen_TS.tril(first - start)
+            if attn.window is not None:
+                seen_TS = seen_TS.triu(first - start - attn.window + 1)
+        k = keys[:, :, start:last]
+        v = values[:, :, start:last]
         grouped = attn.heads != attn.kv_heads
         if grouped and attn.policy.repeats_keys:
             k = k.repeat_interleave(attn.heads // attn.kv_heads, dim=1)
             v = v.repeat_interleave(attn.heads // attn.kv_heads, dim=1)
             grouped = False
-        y_BHTE = F.scaled_dot_product_attention(q, k, v, attn_mask=seen_TS, enable_gqa=grouped)
+        y_BHTE = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen_TS, enable_gqa=grouped, scale=attn.scale
+        )
         y_BTD = y_BHTE.transpose(1, 2).reshape(1, T, -1)
         out: Tensor = attn.out(y_BTD)
         return out
