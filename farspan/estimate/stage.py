@@ -211,7 +211,7 @@ class Costs:
         return self._units[key]
 
     def _unit_key(self, unit: tuple[Operator, ...]) -> tuple[object, ...]:
-        """Return what tells units of this graph, and their `recomputed_operators`, apart."""
+        """Return the key of a unit of this graph, or of its `recomputed_operators`."""
         return unit[0].name, len(unit), unit[-1].adds_to_residual, self.graph.is_other(unit)
 
     def op_s(

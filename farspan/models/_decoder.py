@@ -83,7 +83,7 @@ def _block(spec: ModelSpec, layer: int) -> tuple[Operator, ...]:
     activation = Operator(
         name="mlp.act", kind="pointwise", einsum="bsfw->bsf", divisible="f", keeps=kept
     )
-    head_norms = ()
+    head_norms: tuple[Operator, ...] = ()
     if spec.qk_norm or spec.joint_qk_norm:
         head_norms = (_head_norm(is_joint=bool(spec.joint_qk_norm)),)
     attend = (

@@ -102,10 +102,9 @@ def decoder_tensors(
     matrix_rows = {"attn.qkv": qkv_rows, "attn.out": (d,), "mlp.down": (d,)}
     matrix_rows["mlp.up"] = (spec.d_ff,) * len(modules["mlp.up"])
     # Gains of q and k: for each dim of a head, or of all heads.
-    q_gains, k_gains = spec.head_dim, spec.head_dim
+    gains = {"attn.q_norm": spec.head_dim, "attn.k_norm": spec.head_dim}
     if spec.joint_qk_norm:
-        q_gains, k_gains = spec.heads * spec.head_dim, kv
-    gains = {"attn.q_norm": q_gains, "attn.k_norm": k_gains}
+        gains = {"attn.q_norm": spec.heads * spec.head_dim, "attn.k_norm": kv}
     maps = list(embeddings)
     for i in range(spec.layers):
         for part, parts_theirs in modules.items():

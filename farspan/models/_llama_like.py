@@ -70,6 +70,7 @@ def build_spec(
     Raises ValueError where no shape fits.
     """
     heads = heads or max(1, d_model // 64)
+    usual: dict[str, Any] = {"bias": False, "activation": "swiglu"}
     swiglu_d_ff = -(-8 * d_model // (3 * 64)) * 64
     return ModelSpec(
         family=family,
@@ -83,7 +84,7 @@ def build_spec(
         norm="rmsnorm",
         positions="rope",
         tied=tied,
-        **({"bias": False, "activation": "swiglu"} | knobs),
+        **(usual | knobs),
     )
 
 
@@ -119,6 +120,7 @@ def read_spec(
     not compute. `default_head_size` is what the family takes where none is given."""
     if "activation" not in knobs:
         require_value(config, "hidden_act", ("silu", "swish"))
+        knobs["activation"] = "swiglu"
     require_value(config, "partial_rotary_factor", (1.0,))
     d_model = require_key(config, "hidden_size")
     heads = require_key(config, "num_attention_heads")
@@ -149,7 +151,7 @@ def read_spec(
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         head_size=head_size,
-        **({"activation": "swiglu"} | knobs),
+        **knobs,
     )
 
 

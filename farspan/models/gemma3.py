@@ -124,7 +124,8 @@ def from_config(config: Config) -> ModelSpec:
     # As transformers 5 has them, or those before.
     full = {"rope_theta": config.get("rope_theta", 1_000_000.0)} | full
     scaling = config.get("rope_scaling") or {}
-    local_theta = local.get("rope_theta", config.get("rope_local_base_freq", WINDOW_ROPE_THETA))
+    own_theta = config.get("rope_local_base_freq", WINDOW_ROPE_THETA)
+    local_theta: Any = local.get("rope_theta", own_theta)
     config = config | {
         "rope_parameters": full | scaling,
         "tie_word_embeddings": config.get("tie_word_embeddings", True),

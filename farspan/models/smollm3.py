@@ -1,5 +1,5 @@
-"""SmolLM3: Llama's decoder, of which every fourth layer has no positions (arXiv 2501.18795 studies
-them; the model is HuggingFaceTB/SmolLM3-3B)."""
+"""SmolLM3: Llama's decoder whose every fourth layer has no positions (studied in arXiv 2501.18795;
+the model is HuggingFaceTB/SmolLM3-3B)."""
 
 from __future__ import annotations
 

@@ -312,9 +312,11 @@ def test_every_activity_of_every_family_is_counted_by_eager_pytorch():
 
 
 def test_scores_are_computed_for_the_keys_up_to_the_end_of_a_block():
-    def keys(seq_len, precision="fp32", backend="cpu", attention="sdpa"):
+    (plain_attention,) = (op for op in models.graph(TIED).block if op.kind == "attention")
+
+    def keys(seq_len, precision="fp32", backend="cpu", attention="sdpa", **changes):
         asked = train(seq_len=seq_len, precision=precision, attention=attention)
-        return scored_keys(asked, backend)
+        return scored_keys(asked, backend, msgspec.structs.replace(plain_attention, **changes))
 
     assert keys(256) == (64 + 128 + 192 + 256) / 4
     assert keys(256, "bf16") == (128 + 256) / 2
@@ -326,6 +328,10 @@ def test_scores_are_computed_for_the_keys_up_to_the_end_of_a_block():
         == 100
     )
     assert keys(2048) is None and keys(256, backend="cuda") is None
+    # From the first key that a block's first query sees.
+    assert keys(128, window=10) == (64 + 73) / 2
+    assert keys(128, window=10, attention="vanilla") == 128
+    assert keys(128, window=128) == keys(128)
     assert keys(64) is None and keys(64, "bf16") == keys(64, attention="vanilla") == 64
 
 

@@ -341,7 +341,7 @@ class Layouts:
         return x if edge is None else Convert.apply(x, edge, self.axis)
 
     def sum_over_axis(self, x: Tensor) -> Tensor:
-        """Return the sum of every rank's x (...), each of which uses it for its own part."""
+        """Return the sum of all ranks' x (...), which each rank uses for its own part."""
         return Convert.apply(x, OperatorEdge(PARTIAL, COPY, PARTIAL), self.axis)
 
     def count_once(self, x: Tensor) -> Tensor:
