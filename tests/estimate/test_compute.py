@@ -335,6 +335,24 @@ def test_scores_are_computed_for_the_keys_up_to_the_end_of_a_block():
     assert keys(64) is None and keys(64, "bf16") == keys(64, attention="vanilla") == 64
 
 
+def test_blocks_of_two_kinds_have_times_of_their_own():
+    spec = models.family("gemma3").shape(d_model=64, layers=6, vocab_size=300, context=1024)
+    spec = msgspec.structs.replace(spec, window=msgspec.structs.replace(spec.window, size=64))
+    using = costs(cluster([[device()]]), plain(), spec, seq_len=1024)
+    assert using.graph.others
+    # The first layer has a window, the last one sees all.
+    windowed = using.unit_s(0, using.graph.block, 2, {}, 1)
+    full = using.unit_s(0, using.graph.others.block, 2, {}, 1)
+    assert windowed[0] < full[0] and windowed[1] < full[1]
+    assert using.unit_s(0, using.graph.block, 2, {}, 1) == windowed
+    whole = stage(mesh(0), (2,), units=(0, 8))
+    ends = sum(
+        sum(using.unit_s(0, unit, 2, {}, 1)) for unit in (using.graph.embedding, using.graph.head)
+    )
+    found = using.passes(whole, [2])
+    assert found.forward + found.backward == pytest.approx(ends + 5 * sum(windowed) + sum(full))
+
+
 def test_recomputing_a_block_runs_all_but_its_last_product_again():
     there = cluster([[device()]])
     using = costs(there, plain())

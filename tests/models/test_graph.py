@@ -168,6 +168,19 @@ def test_units_by_stage():
     assert graph.size("bsd", b=0, s=7) == 0
 
 
+def test_layers_of_two_kinds_are_counted_where_they_are():
+    graph = models.graph(shape("smollm3", layers=9))
+    assert graph.others and graph.others.layers == (3, 7)
+    other = graph.others.block
+    assert [count for _, count in graph.kinds(0, graph.units)] == [1, 7, 2, 1]
+    assert graph.kinds(4, 5) == ((other, 1),) and graph.unit(4) == other
+    assert graph.kinds(5, 8) == ((graph.block, 3),)
+    assert graph.is_other(recomputed_operators(other)) and not graph.is_other(graph.block)
+    # However many layers a model has, its units are those.
+    assert models.graph(shape("smollm3", layers=4)).units_hash == graph.units_hash
+    assert models.graph(shape("smollm3", layers=3)).units_hash != graph.units_hash
+
+
 # -- FLOPs
 #   ------------------------------------------------------------------------------------------------
 

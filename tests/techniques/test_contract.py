@@ -10,7 +10,7 @@ import random
 import msgspec
 import pytest
 
-from farspan import techniques
+from farspan import models, techniques
 from farspan.domain.cluster import Cluster, Device
 from farspan.domain.plan import Plan
 from farspan.domain.problems import EXIT_CODES, Problem
@@ -75,6 +75,18 @@ def test_every_technique_keeps_the_contract(name: str):
         better = estimate(made, asked.graph, faster(asked.cluster, 1.5), asked.engine)
         assert better.step_s <= found.step_s * (1 + 1e-9)
     assert planned, "no world gave this technique a plan"
+
+
+@pytest.mark.parametrize("family", ["smollm3", "olmo2", "gemma3"])
+def test_every_technique_plans_models_whose_layers_differ(family: str):
+    model = models.family(family).shape(d_model=512, layers=7, context=1024, vocab_size=1024)
+    where = cluster((("fast", "fast"), ("fast", "fast")), (("fast", "fast"), ("fast", "fast")))
+    asked = task(model, where, seq_len=1024)
+    for name in techniques.technique_names():
+        made = techniques.technique(name).plan(asked)
+        assert isinstance(made, Plan), name
+        assert_whole(asked, made)
+        assert shortage(asked, made, price(made, asked.costs))[0] <= 0
 
 
 def assert_whole(asked: Task, made: Plan) -> None:
