@@ -43,7 +43,7 @@ MICROBATCHES = (4, 8, 16)
 BUCKET_BYTES = 4 * 2**20
 #: Steps between meetings of DiLoCo's replicas.
 EVERY = 4
-CORPUS = "wan"
+CORPUS = content_hash("wan")
 #: Of a number between sites.
 Bits = Literal[8, 16, 32]
 

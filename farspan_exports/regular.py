@@ -45,6 +45,7 @@ def irregular(plan: Plan) -> list[str]:
         *_sums(replica.stages),
         *_edges(plan),
         *(["Muon updates its matrices"] if plan.train.optimizer.muon else []),
+        *(["it trains adapters of frozen weights"] if plan.model.lora else []),
     ]
 
 

@@ -8,18 +8,20 @@ from typing import Literal
 
 from farspan.app.preflight_checks import refuse_existing, require_gguf_library
 from farspan.app.updates import Progress, ignore_update, note_reporter
+from farspan.corpus.hub_models import is_hub_id
 from farspan.domain.model import WeightType
 from farspan.domain.problems import Refusal, command
-from farspan.domain.run import RunFolder
-from farspan.domain.struct_files import write_atomically
+from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.struct_files import load, write_atomically
 
-#: What loads what is exported: transformers, sentence-transformers, or llama.cpp.
-Format = Literal["huggingface", "sentence-transformers", "gguf"]
+#: What loads what is exported: transformers, sentence-transformers, llama.cpp, or PEFT.
+Format = Literal["huggingface", "sentence-transformers", "gguf", "peft"]
 #: What is exported by default, below the run's folder.
 _TARGETS: dict[Format, str] = {
     "huggingface": "export",
     "sentence-transformers": "sentence-transformers",
     "gguf": "model.gguf",
+    "peft": "adapters",
 }
 
 
@@ -34,10 +36,11 @@ def generate_text(
     seed: int,
 ) -> tuple[str, int]:
     """Return text that the model writes after a prompt, and the step that its weights are from."""
-    from farspan.runtime.inference import load, on_gpu
+    from farspan.runtime.inference import load as load_trained
+    from farspan.runtime.inference import on_gpu
     from farspan.runtime.model.generate import generate as write
 
-    trained = on_gpu(load(run), note_reporter(progress))
+    trained = on_gpu(load_trained(run), note_reporter(progress))
     text = write(
         trained.model,
         trained.tokenizer,
@@ -60,11 +63,13 @@ def export_model(
     """Write the model, with a model card, as a Hugging Face folder that transformers loads (by
     default RUN/export); or the embedder of the run's index as one that sentence-transformers loads
     (by default RUN/sentence-transformers); or the model as a file that llama.cpp loads (by default
-    RUN/model.gguf).
+    RUN/model.gguf); or the adapters of a run with `train.lora` as a folder that PEFT loads (by
+    default RUN/adapters). In all others adapters are merged into the model.
 
     Returns the folder or file, and the step that its weights are from. Refuses (run-exists) a
     folder that has something in it, (no-index) an embedder where there is no index, or one of other
-    weights, and (cannot-export) what llama.cpp would compute or read otherwise.
+    weights, and (cannot-export) what llama.cpp would compute or read otherwise, and adapters of a
+    run without any.
     """
     embedder = format == "sentence-transformers"
     out = out or run.path / _TARGETS[format]
@@ -84,11 +89,14 @@ def export_model(
     from farspan.launch.trust import require_own_links
     from farspan.report import model_card
     from farspan.report.history import open_run
-    from farspan.runtime.inference import load
+    from farspan.runtime.inference import load as load_trained
 
     if out.is_relative_to(run.path):
         require_own_links(run)
-    trained = load(run)
+    if format == "peft":
+        assert dtype in ("fp32", "bf16")
+        return out, _export_adapters(run, out, dtype)
+    trained = load_trained(run)
     if format == "gguf":
         from farspan.runtime.model.gguf_file import write_gguf
 
@@ -146,3 +154,33 @@ def export_model(
             dtype=dtype,
         )
     return out, trained.step
+
+
+def _export_adapters(run: RunFolder, out: Path, dtype: Literal["fp32", "bf16"]) -> int:
+    """Write a run's adapters, with a card, as a folder that PEFT loads; return their step."""
+    from farspan.report import model_card
+    from farspan.report.history import open_run
+    from farspan.runtime.inference import base_folder, read_best
+    from farspan.runtime.model.peft_folder import write_adapters
+
+    plan = run.load_plan()
+    if not plan.model.lora:
+        raise Refusal(
+            "cannot-export",
+            what="the run has no adapters: it trained all weights of its model",
+            where=run.path,
+            fact="PEFT's folders hold adapters alone, which train.lora trains",
+            remedy=command("export", run.path),
+        )
+    folder = base_folder(run)
+    best = read_best(run, plan)
+    # An id of the hub is found on every machine.
+    asked = load(run.record, RunRecord).asked
+    base = str(folder)
+    if asked is not None and asked.model.path is not None and is_hub_id(asked.model.path):
+        base = asked.model.path
+    out.mkdir(parents=True, exist_ok=True)
+    card = model_card.adapter_card(open_run(run.path), best.step, base)
+    write_atomically(out / "README.md", card.encode())
+    write_adapters(out, best.weights, plan.model, base=base, dtype=dtype)
+    return best.step

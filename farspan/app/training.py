@@ -38,6 +38,7 @@ from farspan.domain.run import ID_BYTES, RunFolder, RunRecord
 from farspan.domain.run_events import STOP_REASONS, Event, Started, read_events
 from farspan.domain.struct_files import load, to_json, write_atomically
 from farspan.domain.units import counted, format_bytes
+from farspan.models._weight_files import hash_weights
 from farspan.report.run_endings import step_of
 
 if TYPE_CHECKING:
@@ -90,9 +91,13 @@ def make_run(
     refuse_existing(path, command("train", "run.yaml", "--run", f"{path}-2"))
     run = RunFolder(path)
     initial = None
+    initial_weights = ""
     if config.model.path:
         initial = str(find_model_folder(config.model.path, weights=True).resolve())
+        if plan.model.lora:
+            initial_weights = hash_weights(Path(initial))
     created = datetime.now(UTC).isoformat(timespec="seconds")
+    launcher = clusters.find_launcher(config.parallel)
     identity = secrets.token_hex(ID_BYTES)
     home = describe_holder(path)
     record = RunRecord(
@@ -103,7 +108,8 @@ def make_run(
         home=home,
         warnings=resolved.warnings,
         initial=initial,
-        launcher=clusters.find_launcher(config.parallel),
+        initial_weights=initial_weights,
+        launcher=launcher,
         asked=config,
         forecast=planned.forecast,
     )

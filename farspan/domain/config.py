@@ -9,6 +9,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
+from farspan.domain.model import Lora
 from farspan.domain.objective import Objective
 
 Quantity = str | int | float
@@ -181,6 +182,13 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     average: Literal["auto"] | Annotated[float, msgspec.Meta(ge=0, lt=1)] = "auto"
 
 
+class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Adapters of this rank, whose product counts `alpha / rank`."""
+
+    rank: Positive
+    alpha: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = Lora(rank=1).alpha
+
+
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The tightest of steps, tokens, epochs and the budget ends the run."""
 
@@ -203,6 +211,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     mask: Literal["auto"] | Annotated[float, msgspec.Meta(ge=0, lt=1)] = "auto"
     reshuffle: Literal["auto"] | bool = "auto"
     recompute: bool = False
+    #: Low-rank adapters alone are trained, of a model that is continued: their rank, or more.
+    lora: Positive | LoraConfig | None = None
     #: Bits of a number in transit between sites.
     wan_bits: Literal[8, 16, 32] = 32
     #: Whether blocks are compiled, and whether a GPU records its step as one CUDA graph; `auto`
@@ -218,6 +228,11 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """The optimizer with all its keys, also where its name alone was given."""
         asked = self.optimizer
         return asked if isinstance(asked, OptimizerConfig) else OptimizerConfig(kind=asked)
+
+    @property
+    def adapting(self) -> LoraConfig | None:
+        """The adapters with all their keys, also where their rank alone was given."""
+        return LoraConfig(rank=self.lora) if isinstance(self.lora, int) else self.lora
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

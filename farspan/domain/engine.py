@@ -236,6 +236,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     overhead: float = 1.0
     #: Factor on what comes and goes within a step: what an allocator keeps of it after it is freed.
     slack: float = 1.0
+    #: The same where weights are frozen: none of their gradients come and go. Unset: as `slack`.
+    frozen_slack: float | msgspec.UnsetType = msgspec.UNSET
     #: Share of a stage's state that every device holds whole at its peak although the plan divides
     #: it.
     undivided: float = 0.0

@@ -4,12 +4,14 @@ follows from these.
 Dims, one letter each: b sequences, s positions, d d_model, v vocabulary, p rows of the position
 table, n groups of heads that share one key and value head, c rows of q, k and v of one group, r
 rows of q of one group, e rows of k of one group (a head's size), f d_ff, w matrices that feed the
-MLP's activation (2 for SwiGLU, else 1).
+MLP's activation (2 for SwiGLU, else 1), i rank of adapters, j and k adapters of the matrices into
+attention and MLP.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -24,6 +26,9 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     name: str
     dims: str
+    #: Whether it stays as it is: it has no gradient and no optimizer state. Unset where not: units
+    #: of before are known by the same hashes.
+    frozen: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class Operator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,6 +51,11 @@ class Operator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     adds_to_residual: bool | msgspec.UnsetType = msgspec.UNSET
     #: Positions that attention looks back at, itself included, where these are not all.
     window: int | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it has weights, and none of them is trained."""
+        return bool(self.weights) and all(weight.frozen for weight in self.weights)
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -141,14 +151,22 @@ class OpGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return elements
 
     def parameters(self, first: int = 0, last: int | None = None) -> int:
-        """Trainable parameters of the units [first, last); a tied table counts once where both ends
-        are in."""
+        """Parameters of the units [first, last); a tied table counts once where both ends are
+        in."""
+        return self._count(first, last, lambda weight: True)
+
+    def trained_parameters(self, first: int = 0, last: int | None = None) -> int:
+        """Those that are not frozen."""
+        return self._count(first, last, lambda weight: not weight.frozen)
+
+    def _count(self, first: int, last: int | None, counts: Callable[[Weight], bool]) -> int:
         last = self.units if last is None else last
         total = 0
         for unit, count in self.kinds(first, last):
             for op in unit:
-                total += count * sum(self.size(weight.dims) for weight in op.weights)
-        if self.tied and first == 0 and last == self.units:
+                total += count * sum(self.size(w.dims) for w in op.weights if counts(w))
+        table = self.embedding[0].weights[0]
+        if self.tied and counts(table) and first == 0 and last == self.units:
             total -= self.size("vd")
         return total
 
@@ -194,8 +212,10 @@ def recomputed_operators(unit: tuple[Operator, ...]) -> tuple[Operator, ...]:
 def backward_flops(
     graph: OpGraph, op: Operator, rows: int, seq_len: int, keys: float | None
 ) -> float:
-    """FLOPs of the backward pass: a product for each input; flash attention, which keeps the scores
-    of no `keys`, also computes them again (arXiv 2307.08691, section 2.3: 5 products for the
-    forward pass's 2)."""
+    """FLOPs of the backward pass: a product for each input, but for frozen weights; flash
+    attention, which keeps the scores of no `keys`, also computes them again (arXiv 2307.08691,
+    section 2.3: 5 products for the forward pass's 2)."""
+    if op.is_frozen:
+        return forward_flops(graph, op, rows, seq_len, keys)
     factor = 2.5 if op.kind == "attention" and keys is None else 2.0
     return factor * forward_flops(graph, op, rows, seq_len, keys)

@@ -3,7 +3,7 @@ FLOPs)."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -43,6 +43,20 @@ class SlidingWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"a window has 1 position at least, got {self.size}")
+
+
+class Lora(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Low-rank adapters (LoRA, arXiv 2106.09685): to what each projection W of attention and MLP
+    makes of x, `alpha / rank` B A x is added. A and B are trained, everything else is frozen."""
+
+    rank: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+    #: A constant, so that one learning rate is near the best at every rank ("LoRA Without Regret",
+    #: Schulman et al. 2025, thinkingmachines.ai/blog/lora, which takes 32).
+    alpha: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 32.0
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -92,6 +106,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     #: Scores are divided by its square root, where that is not the head size's.
     query_scalar: int | msgspec.UnsetType = msgspec.UNSET
     window: SlidingWindow | msgspec.UnsetType = msgspec.UNSET
+    #: Adapters of a frozen model, which are all that is trained.
+    lora: Lora | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         for name in ("layers", "d_model", "heads", "kv_heads", "d_ff", "vocab_size", "context"):
@@ -124,6 +140,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError("offset_gains are those of RMSNorm")
         if self.query_scalar is not msgspec.UNSET and self.query_scalar < 1:
             raise ValueError(f"query_scalar must be at least 1, got {self.query_scalar}")
+
+    @property
+    def base(self) -> ModelSpec:
+        """The model without adapters."""
+        return msgspec.structs.replace(self, lora=msgspec.UNSET) if self.lora else self
 
     @property
     def head_dim(self) -> int:
@@ -164,7 +185,7 @@ def matmul_parameters(spec: ModelSpec) -> int:
 
 
 def count_parameters(spec: ModelSpec) -> int:
-    """Exact number of trainable parameters; a tied head is counted once."""
+    """Exact number of parameters without adapters; a tied head is counted once."""
     kv = spec.kv_heads * spec.head_dim
     norm = spec.d_model * (2 if spec.norm == "layernorm" else 1)
     biases = 0
@@ -193,10 +214,12 @@ def train_flops_per_token(spec: ModelSpec, seq_len: int) -> float:
 
     N counts the matrix-multiplied weights including the head. Attention is counted whole, not
     halved for the causal mask; recomputation is not counted. Both are the convention of MFU. Of
-    T positions a layer with a window has those of the window.
+    T positions a layer with a window has those of the window. Of frozen weights there are 4 N, and
+    adapters are not counted.
     """
     keys = 0
     for layer in range(spec.layers):
         keys += min(seq_len, spec.window_size(layer) or seq_len)
     attention = 12.0 * spec.heads * spec.head_dim * keys
-    return 6.0 * matmul_parameters(spec) + attention
+    per_weight = 4.0 if spec.lora else 6.0
+    return per_weight * matmul_parameters(spec) + attention

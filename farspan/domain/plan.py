@@ -280,7 +280,22 @@ def find_flaw(plan: Plan) -> str:
                 f"its stages have units {bounds}, which are not the model's {units} one after "
                 "another"
             )
+    if plan.model.lora and (flaw := _adapters_flaw(plan)):
+        return flaw
     recorded = any(at.graph is True for at in plan.devices)
     if recorded and (devices > 1 or plan.train.precision == "fp16"):
         return "its step is to be one CUDA graph, which neither several devices nor fp16 can have"
+    return ""
+
+
+def _adapters_flaw(plan: Plan) -> str:
+    """Return why the adapters of a plan cannot be trained; empty where they can."""
+    stages: list[Stage] = []
+    for replica in plan.replicas:
+        stages += replica.stages
+    divided = any(stage.zero or stage.mesh.size("tensor") > 1 for stage in stages)
+    if len(stages) > 1 or divided or plan.sync is not None:
+        return "it trains adapters, which one device or data parallelism alone can"
+    if plan.train.optimizer.muon:
+        return "it trains adapters by Muon, which updates whole matrices"
     return ""

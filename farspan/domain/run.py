@@ -124,6 +124,8 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     warnings: tuple[str, ...] = ()
     #: A Hugging Face folder whose weights the run starts from; None starts from random ones.
     initial: str | None = None
+    #: The hash of these weights, where adapters of them are trained: no checkpoint has them.
+    initial_weights: str = ""
     #: What starts the run's workers: a file of `launch/launchers/`.
     launcher: str = "local"
     #: run.yaml as it was when the run was made; None of runs whose run.yaml may be edited.

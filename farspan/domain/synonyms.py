@@ -36,6 +36,8 @@ KEY_SYNONYMS: Rows = (
     ("nparams numparams parameters numparameters modelsize", ("params",)),
     ("tieembeddings tiewordembeddings tieweights weighttying", ("tied",)),
     # Training.
+    ("lorarank lorar peft adapter adapters qlora loraconfig", ("lora",)),
+    ("loraalpha", ("alpha",)),
     ("maxsteps numsteps nsteps iterations iters maxiters trainiters numiterations", ("steps",)),
     ("numepochs numtrainepochs maxepochs nepochs", ("epochs",)),
     ("maxtokens numtokens ntokens traintokens", ("train.tokens",)),

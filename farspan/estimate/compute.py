@@ -253,8 +253,11 @@ def work(
     is_fused = gpu is not None and op.kind == "attention" and keys is None
     own = engine.gpu.attention_launches if engine.gpu and is_fused else engine.launches
     for backward, flops in enumerate((forward_flops, backward_flops)):
+        if backward and op.kind == "lookup" and op.is_frozen:
+            works.append(OperatorWork(0.0, 0.0, m, k, n, launches=0))
+            continue
         streamed = composed = 0.0
-        launches = own[backward] if product else 0
+        launches = own[0 if op.is_frozen else backward] if product else 0
         for activity, elements in done.items():
             if moves := engine.kernels.get(activity):
                 there = moves.bytes(bool(backward), width) * elements * _share(op, activity, part)
@@ -264,7 +267,8 @@ def work(
                 )
                 launches += moves.launches[backward] * _repeats(op, activity, gpu)
         arithmetic = flops(graph, op, rows, seq_len, keys) * part.arithmetic
-        operands = width * moved * (1 + backward)
+        # A frozen product is followed by one for the gradient of its input.
+        operands = width * moved * (1 + (backward and not op.is_frozen))
         works.append(OperatorWork(arithmetic, operands, m, k, n, streamed, composed, launches))
     if gpu is not None and op.kind == "matmul" and op.output == "bsv":
         works = _chunked_head(graph, op, works, rows * seq_len, width, part, gpu.chunks)
@@ -311,6 +315,9 @@ def _chunked_head(
     if not chunks.is_fused:
         summed += 2 * width * chunks.num_chunks * head
         launches *= 2
+    if op.is_frozen:
+        summed = 0.0
+        launches = 1
     chunked_forward = forward._replace(
         flops=forward.flops * chunks.padding,
         bytes=width * read,

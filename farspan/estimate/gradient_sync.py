@@ -89,7 +89,9 @@ def _tables(costs: Costs, stage: Stage) -> float:
     """Return the share of the embedding's tables in a stage's parameters: their gradients are
     complete only when its backward pass ends."""
     graph = costs.graph
-    return graph.parameters(0, 1) / graph.parameters(*stage.units) if stage.units[0] == 0 else 0.0
+    if stage.units[0] != 0:
+        return 0.0
+    return graph.trained_parameters(0, 1) / graph.trained_parameters(*stage.units)
 
 
 # -- processors

@@ -32,10 +32,15 @@ CHANNELS = {"nvlink": 24, "xgmi": 24, "pcie": 4, "unified": 2}
 
 
 def local_parameters(
-    graph: OpGraph, units: tuple[int, int], splits: dict[str, str], ways: int
+    graph: OpGraph,
+    units: tuple[int, int],
+    splits: dict[str, str],
+    ways: int,
+    *,
+    frozen: bool = False,
 ) -> float:
-    """Parameters that each device of a tensor axis of `ways` holds of a stage; a tied table inside
-    it counts once."""
+    """Parameters that each device of a tensor axis of `ways` holds of a stage, those that are
+    trained or those that are `frozen`; a tied table inside it counts once."""
     total = sum(
         count
         * graph.size(weight.dims)
@@ -43,8 +48,10 @@ def local_parameters(
         for unit, count in graph.kinds(*units)
         for op in unit
         for weight in op.weights
+        if bool(weight.frozen) is frozen
     )
-    if graph.tied and units == (0, graph.units):
+    is_frozen = graph.embedding[0].is_frozen
+    if graph.tied and is_frozen is frozen and units == (0, graph.units):
         ends = (graph.embedding[0], graph.head[1])
         total -= graph.size("vd") * min(
             weight_share(op, "vd", splits.get(op.name, ""), ways) for op in ends
@@ -141,8 +148,13 @@ def logits_bytes(
     whole = graph.size("bsv", b=micro_rows, s=train.seq_len) * width * share
     if engine.logits_chunk is None:
         return whole * (1 + 4 // width)
-    chunk = min(whole, engine.logits_chunk) * (1 + 4 // width)
+    is_frozen = graph.head[1].is_frozen
+    # On CPUs the softmax takes the logits' place, which `slack` has in it, and `frozen_slack` not.
+    softmax = 0 if is_frozen and backend == "cpu" else 4 // width
+    chunk = min(whole, engine.logits_chunk) * (1 + softmax)
     head = graph.size("vd") * head_share
+    # A frozen head has no gradient.
+    sums = 0 if is_frozen else 2 * 4
     copied = 0.0
     if backend == "cuda" and head_share == 1.0:
         vocabulary = graph.sizes["v"]
@@ -152,7 +164,7 @@ def logits_bytes(
         chunk = max(chunk, min(whole, rows * vocabulary * width) * padding)
         head *= padding
         copied = width * head if padding > 1 else 0.0
-    return chunk + 2 * 4 * head + copied
+    return chunk + sums * head + copied
 
 
 def communicators(mesh: Mesh, piped: bool, devices: int) -> int:

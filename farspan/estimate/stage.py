@@ -512,12 +512,17 @@ class Costs:
         return self._passes[key]
 
     def parameters(self, stage: Stage) -> float:
-        """Parameters that each device of a stage holds before ZeRO divides them."""
+        """Parameters that each device of a stage trains before ZeRO divides them."""
         ways = stage.mesh.size("tensor")
         key = ("parameters", stage.units, ways, tuple(stage.splits.items()) if ways > 1 else ())
         if key not in self._sizes:
             self._sizes[key] = local_parameters(self.graph, stage.units, stage.splits, ways)
         return self._sizes[key]
+
+    def frozen_bytes(self, stage: Stage) -> float:
+        """Return the bytes of a stage's frozen weights, which each of its devices has whole."""
+        frozen = local_parameters(self.graph, stage.units, {}, 1, frozen=True)
+        return frozen * self.engine.weight_bytes[self.train.precision]
 
     def owned(self, stage: Stage) -> float:
         """Return the parameters that each device of a stage updates and has the optimizer state
@@ -625,11 +630,13 @@ class Costs:
             parameters, train, engine, stage.zero, stage.mesh.size("data"), matrices
         )
         if engine.undivided:
-            whole = state_bytes(self.graph.parameters(*stage.units), train, engine, 0, 1)
+            count = self.graph.trained_parameters(*stage.units)
+            whole = state_bytes(count, train, engine, 0, 1)
             weights, gradients, optimizer = (
                 part + engine.undivided * max(0.0, full - part)
                 for part, full in zip((weights, gradients, optimizer), whole, strict=True)
             )
+        weights += self.frozen_bytes(stage)
         average = 4 if train.optimizer.average else 0
         optimizer += (outer + average) * self.owned(stage)
         each, again = self.kept(stage, device.backend)
@@ -652,9 +659,10 @@ class Costs:
         # When weights are updated no activations are there.
         buffers = max(buffers, updating_bytes(matrices) - kept - logits)
         lost = (engine.overhead - 1) * (weights + gradients + optimizer)
-        lost += (engine.overhead * engine.slack - 1) * kept + (engine.slack - 1) * (
-            logits + buffers
-        )
+        slack = engine.slack
+        if engine.frozen_slack and self.graph.head[1].is_frozen:
+            slack = engine.frozen_slack
+        lost += (engine.overhead * slack - 1) * kept + (slack - 1) * (logits + buffers)
         return Memory(
             weights=weights,
             gradients=gradients,

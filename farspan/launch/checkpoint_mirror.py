@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
+from farspan import models
 from farspan.domain.cluster import Host
 from farspan.domain.file_transfer import Unexpected, receive_files
-from farspan.domain.model import count_parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.problems import command as farspan
@@ -294,7 +294,7 @@ def max_checkpoint_bytes(plan: Plan) -> int:
     momentum, in the checkpoints that are kept, the one that is written, and the best.
     """
     values_per_parameter = 2 + 3 * len(plan.replicas)
-    checkpoint_bytes = 4 * count_parameters(plan.model) * values_per_parameter + HEADER_BYTES
+    checkpoint_bytes = 4 * models.count_trained(plan.model) * values_per_parameter + HEADER_BYTES
     return (plan.train.keep + 2) * checkpoint_bytes
 
 

@@ -3,6 +3,7 @@ none of them."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import pkgutil
@@ -12,10 +13,11 @@ from typing import Protocol, cast
 import msgspec
 
 from farspan.domain.graph import OpGraph
-from farspan.domain.model import ModelSpec, SlidingWindow
+from farspan.domain.model import ModelSpec, SlidingWindow, count_parameters
 from farspan.domain.problems import Refusal
 from farspan.domain.struct_files import parse_json, read_bytes
 from farspan.domain.suggest import advise, known_names
+from farspan.models._adapters import Projections, adapt_graph, list_projections
 from farspan.models._family import Config, Preset, TensorMap
 
 __all__ = [
@@ -23,12 +25,14 @@ __all__ = [
     "Family",
     "Preset",
     "TensorMap",
+    "count_trained",
     "families",
     "family",
     "from_config",
     "graph",
     "preset",
     "presets",
+    "projections",
     "read_config",
 ]
 
@@ -202,8 +206,24 @@ def _refuse_config(fact: str) -> Refusal:
 
 
 def graph(spec: ModelSpec) -> OpGraph:
-    """Build the operators of a training step of this model."""
-    return family(spec.family).graph(spec)
+    """Build the operators of a training step of this model, with its adapters where it has any."""
+    base = family(spec.family).graph(spec)
+    return adapt_graph(base, spec.lora, projections(spec)) if spec.lora else base
+
+
+@functools.lru_cache(maxsize=8)
+def projections(spec: ModelSpec) -> Projections:
+    """Return the parameters of a block that adapters are made for (`_adapters.Projections`)."""
+    # Blocks that differ do so in how attention computes, not in their matrices.
+    one_block = msgspec.structs.replace(
+        spec, layers=1, unrotated_layers=msgspec.UNSET, window=msgspec.UNSET
+    )
+    return list_projections(family(spec.family).tensors(one_block), spec)
+
+
+def count_trained(spec: ModelSpec) -> int:
+    """Return the parameters that a training changes: all, or those of adapters."""
+    return graph(spec).trained_parameters() if spec.lora else count_parameters(spec)
 
 
 def _refuse_name(

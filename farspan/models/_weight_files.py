@@ -3,6 +3,7 @@ weights are never opened."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 from farspan.domain.decoding import decode_json
-from farspan.domain.escapes import shell_line
+from farspan.domain.escapes import shell_line, shell_word
 from farspan.domain.problems import Refusal
 from farspan.domain.struct_files import missing_path, parse_json, read_bytes
 from farspan.domain.units import counted
@@ -22,6 +23,8 @@ MAX_TENSOR_HEADER_BYTES = 1 << 24
 MAX_INDEX_BYTES = 1 << 26
 WEIGHTS_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+#: Of the SHA-256 of a model's weights.
+HASH_DIGITS = 16
 
 
 def list_weight_files(folder: Path) -> list[Path]:
@@ -53,6 +56,28 @@ def list_weight_files(folder: Path) -> list[Path]:
             remedy=f"where you trust the file: {shell_line('python', '-c', convert)}",
         )
     raise missing_path(folder / WEIGHTS_FILE)
+
+
+def hash_weights(folder: Path) -> str:
+    """Return a hash of all bytes of a model's weights, by which it is known again."""
+    digest = hashlib.sha256()
+    for path in list_weight_files(folder):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:HASH_DIGITS]
+
+
+def require_weights(folder: Path, expected: str) -> None:
+    """Require the weights that adapters belong to. Raises Refusal (path-missing, plan-mismatch)."""
+    actual = hash_weights(folder)
+    if actual != expected:
+        raise Refusal(
+            "plan-mismatch",
+            what="the model that the adapters belong to has other weights than before",
+            where=folder,
+            fact=f"the run began with weights of hash {expected}, these have {actual}",
+            remedy=f"put the model that the run began with back into {shell_word(folder)}",
+        )
 
 
 class _Index(msgspec.Struct):

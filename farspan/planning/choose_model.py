@@ -17,9 +17,10 @@ from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.cost import OVERHEAD_SHARE
 from farspan.domain.escapes import key_word, shell_word, yaml_word
-from farspan.domain.model import ModelSpec, count_parameters
+from farspan.domain.model import Lora, ModelSpec, count_parameters
 from farspan.domain.problems import Refusal
 from farspan.domain.units import format_bytes, format_count, format_seconds, parse_fraction
+from farspan.models._adapters import max_rank
 from farspan.models._weight_files import list_weight_files, read_shapes
 from farspan.planning.quantities import (
     SIZES,
@@ -93,12 +94,20 @@ def _from_folder(config: RunConfig, corpus: CorpusManifest) -> ChosenModel:
             ),
             remedy=f"set tokenizer.use: {yaml_word(folder)}",
         )
+    if (adapting := config.train.adapting) is not None:
+        most = max_rank(spec, models.projections(spec))
+        if adapting.rank > most:
+            fact = f"the smallest dimension of the model's projections is {most}"
+            raise out_of_range("train.lora", adapting.rank, fact, f"set train.lora: {most:d}")
+        lora = Lora(rank=adapting.rank, alpha=adapting.alpha)
+        spec = msgspec.structs.replace(spec, lora=lora)
     seq_len = config.model.context or spec.context
     if seq_len > spec.context:
         fact = f"the model in {folder} has {spec.context} positions"
         raise out_of_range("model.context", seq_len, fact, f"set model.context: {spec.context:d}")
     origin = {
         "model": f"run.yaml: {folder}/config.json",
+        **({"model.lora": "run.yaml: train.lora"} if spec.lora else {}),
         "train.seq_len": given_or(config.model.context, "run.yaml: the model's own"),
     }
     return ChosenModel(model=spec, seq_len=seq_len, origin=origin)

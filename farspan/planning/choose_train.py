@@ -75,7 +75,7 @@ def draft_training(config: RunConfig, chosen: ChosenModel, workers: int) -> Trai
     if asked.batch.global_ is not None:
         rows = asked_rows(asked.batch.global_, seq_len) // workers
     batch = max(1, min(rows, MOST_PROBE_TOKENS // seq_len))
-    optimizer = drafted_optimizer(asked, count_parameters(chosen.model))
+    optimizer = drafted_optimizer(asked, chosen.model)
     attention = "sdpa" if asked.attention == "auto" else asked.attention
     return TrainSpec(
         steps=1,

@@ -182,7 +182,10 @@ def holds_too_little(rung: Rung, engine: Engine, part: ClusterPart) -> bool:
     the part's devices hold."""
     devices = rung.cluster.devices
     capacity = sum(engine.fill * devices[place].memory for place in part.places)
-    return count_parameters(rung.model) * state_bytes_each(engine, rung.train) > capacity
+    state = models.count_trained(rung.model) * state_bytes_each(engine, rung.train)
+    if rung.model.lora:
+        state += count_parameters(rung.model) * engine.weight_bytes[rung.train.precision]
+    return state > capacity
 
 
 def state_bytes_each(engine: Engine, train: TrainSpec) -> int:

@@ -225,6 +225,21 @@ def _require_tokenizer(folder: Path) -> None:
         )
 
 
+def _check_adapters(config: RunConfig) -> None:
+    """Refuse adapters without a model that they belong to, or with an optimizer of whole
+    matrices."""
+    adapting = config.train.adapting
+    if adapting is None:
+        return
+    if config.model.path is None:
+        fact = "adapters change a model that is continued, and model.path names none"
+        remedy = "set model.path: FOLDER, or remove train.lora"
+        raise out_of_range("train.lora", adapting.rank, fact, remedy)
+    if config.train.optimizing.kind == "muon":
+        fact = "Muon updates whole matrices; adapters are factors of them"
+        raise out_of_range("train.optimizer", "muon", fact, "set train.optimizer: adamw")
+
+
 def check_quantities(config: RunConfig) -> None:
     """Refuse what can be refused before any text is read: units, signs, shares, contradictions."""
     asked_parameters(config)
@@ -257,6 +272,7 @@ def check_quantities(config: RunConfig) -> None:
             raise missing_path(folder)
         if config.tokenizer == TokenizerConfig():
             _require_tokenizer(folder)
+    _check_adapters(config)
     for keys in EXCLUSIVE:
         values = {key: attrgetter(key.replace("global", "global_"))(config) for key in keys}
         given = [key for key, value in values.items() if value not in (None, "auto")]

@@ -148,7 +148,7 @@ def host_bytes(task: Task, host: str) -> float:
     copy of a checkpoint."""
     on_host = [device.host == host and device.backend != "cpu" for device in task.devices]
     workers = sum(on_host)
-    state = 12 * task.graph.parameters() if workers and task.devices[0].host == host else 0
+    state = 12 * task.graph.trained_parameters() if workers and task.devices[0].host == host else 0
     return workers * task.engine.host_framework + state
 
 

@@ -205,6 +205,8 @@ def describe_question(ranking: Ranking) -> str:
     cluster = ranking.cluster
     size = format_count(count_parameters(model))
     parts = [f"{model.family}, {model.layers} layers x {model.d_model}, {size} parameters"]
+    if model.lora:
+        parts.append(f"adapters of rank {model.lora.rank}")
     if ranking.candidates:
         train = ranking.candidates[0].plan.train
         tokens = format_count(train.steps * train.tokens_per_step)

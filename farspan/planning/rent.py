@@ -288,7 +288,7 @@ class _Renting(NamedTuple):
         if hosts > 1:
             elements = self.graph.size("bsd", b=train.batch, s=train.seq_len)
             activations = elements * BYTES[train.precision]
-            sums = self.graph.parameters() * 4 * 2 * (hosts - 1) / hosts
+            sums = self.graph.trained_parameters() * 4 * 2 * (hosts - 1) / hosts
             bandwidth = offer.cluster.links[0].bandwidth or SITE_BANDWIDTH
             step_s = max(step_s, min(activations, sums) / bandwidth)
         return train.steps * step_s / (1 - OVERHEAD_SHARE)

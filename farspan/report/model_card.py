@@ -7,6 +7,7 @@ from pathlib import PurePath
 
 from farspan import models
 from farspan._version import __version__
+from farspan.corpus.hub_models import is_hub_id
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import count_parameters
 from farspan.domain.train import TrainSpec
@@ -53,6 +54,25 @@ _EMBEDDER_KIND = (
     "Here it turns texts into vectors, by maps that were fitted to\ntitles and passages of that "
     "text."
 )
+_ADAPTER_KIND = (
+    "Here are the adapters alone (LoRA) that were trained for that\ntext. They need the model that "
+    "they belong to."
+)
+_ADAPTER_USE = """```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+base = AutoModelForCausalLM.from_pretrained(BASE)
+model = PeftModel.from_pretrained(base, FOLDER)
+```
+
+BASE is `{base}`. `adapter_config.json` names where it lay.
+
+## Limits
+
+It knows what its text says, right or wrong, and may repeat passages of it word for word. People who may not read
+the text should not get the adapters.
+"""  # noqa: E501
 _EMBEDDER_USE = """```python
 from sentence_transformers import SentenceTransformer
 
@@ -80,6 +100,23 @@ def model_card(run: RunHistory, step: int) -> str:
     card = _fill_head(run, step, library="transformers", task="text-generation", kind=_KIND)
     loader = models.family(run.plan.model.family).TOKENIZER_CLASS
     return card + _USE.format(tokenizer=loader)
+
+
+def adapter_card(run: RunHistory, step: int, base: str) -> str:
+    """Write the same of a run's adapters, which belong to the model at `base`."""
+    lora = run.plan.model.lora
+    assert lora
+    count = format_count(models.count_trained(run.plan.model))
+    card = _fill_head(
+        run,
+        step,
+        library="peft",
+        task="text-generation",
+        kind=_ADAPTER_KIND,
+        adapters=f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, {count} parameters",
+    )
+    name = base if is_hub_id(base) else PurePath(base).name
+    return card + _ADAPTER_USE.format(base=name)
 
 
 def embedder_card(run: RunHistory, step: int, dim: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from farspan import models
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.cost import Estimate, Measurement
 from farspan.domain.forecast import Forecast
@@ -38,7 +39,11 @@ def model_line(plan: Plan) -> str:
     model = plan.model
     layers = counted(model.layers, "layer")
     count = format_count(count_parameters(model))
-    return f"{model.family}-like, {layers} x {model.d_model}, {count} parameters"
+    line = f"{model.family}-like, {layers} x {model.d_model}, {count} parameters"
+    if model.lora:
+        trained = format_count(models.count_trained(model))
+        line += f", trained: {trained} of adapters of rank {model.lora.rank}"
+    return line
 
 
 def plan_line(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -14,18 +15,22 @@ from farspan.corpus.find_prepared import CORPORA, find_corpus
 from farspan.corpus.tokenizer import Tokenizer
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.escapes import shell_line, shell_word
+from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord, cache_folder
 from farspan.domain.struct_files import load as load_struct
 from farspan.domain.train import Precision
 from farspan.domain.units import format_bytes
+from farspan.models._weight_files import require_weights
 from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.checkpoint.manifest import Corrupt
 from farspan.runtime.device import installed_torch, require_openable, usable_gpus
+from farspan.runtime.model import huggingface
 from farspan.runtime.model.attention_policy import inference_policy
 from farspan.runtime.model.compute_dtype import halve_matrices, inference_dtype
 from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.model.kernel_selection import set_attention
+from farspan.runtime.model.linear import merge_adapters
 
 #: What a GPU must have free beside a model's weights, for states and libraries. A choice: 32 texts
 #: of 1,024 tokens through an MLP of 8,192 in 16 bits, once each way.
@@ -45,10 +50,42 @@ class Trained:
 
 
 def load(run: RunFolder) -> Trained:
-    """Load the weights of the best validation loss; without a validation the newest whole
+    """Load the best weights (`read_best`), where adapters were trained merged into those of the
+    model that they belong to."""
+    plan = run.load_plan()
+    best = read_best(run, plan)
+    weights = best.weights
+    if plan.model.lora:
+        folder = base_folder(run)
+        _, base = huggingface.read_model(folder)
+        weights = merge_adapters(plan.model, base, weights)
+    model = Decoder(plan.model.base, attention=plan.train.attention)
+    model.load_state_dict(weights)
+    tokenizer = _load_tokenizer(run)
+    return Trained(model.eval(), tokenizer, best.step, best.digest, plan.train.precision)
+
+
+def base_folder(run: RunFolder) -> Path:
+    """Return the folder of the model whose adapters a run trains. Raises Refusal (path-missing, or
+    plan-mismatch where it has other weights than before)."""
+    record = load_struct(run.record, RunRecord)
+    folder = Path(str(record.initial)).expanduser()
+    require_weights(folder, record.initial_weights)
+    return folder
+
+
+class BestWeights(NamedTuple):
+    """What a run has trained: weights by parameter name, their step, and their checksum."""
+
+    weights: dict[str, torch.Tensor]
+    step: int
+    digest: str
+
+
+def read_best(run: RunFolder, plan: Plan) -> BestWeights:
+    """Read the weights of the best validation loss; without a validation the newest whole
     checkpoint's. Raises Refusal (checkpoint-corrupt), also where the best are damaged and a
     checkpoint, which others may be in, is whole."""
-    plan = run.load_plan()
     shapes = checkpoint_folder.shapes_of(plan, [checkpoint_folder.MODEL])
     faults = list[str]()
     best = [run.best] if os.path.lexists(run.best) else []
@@ -59,20 +96,15 @@ def load(run: RunFolder) -> Trained:
         except Corrupt as error:
             faults.append(checkpoint_folder.printable(f"{path}: {error}"))
             continue
-        model = Decoder(plan.model, attention=plan.train.attention)
-        model.load_state_dict(weights)
-        tokenizer = _load_tokenizer(run)
-        precision = plan.train.precision
-        trained = Trained(model.eval(), tokenizer, progress.step, digest, precision)
         if best and path != run.best:
             raise Refusal(
                 "checkpoint-corrupt",
                 what="the best weights of this run are damaged",
                 where=run.best,
                 fact=faults[0],
-                remedy=f"use those of step {trained.step:d}: rm -r {shell_word(run.best)}",
+                remedy=f"use those of step {progress.step:d}: rm -r {shell_word(run.best)}",
             )
-        return trained
+        return BestWeights(weights, progress.step, digest)
     raise Refusal(
         "checkpoint-corrupt",
         what="this run has no weights to use",

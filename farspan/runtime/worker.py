@@ -51,6 +51,7 @@ from farspan.domain.run_events import (
 from farspan.domain.struct_files import load, save
 from farspan.domain.train import TrainSpec
 from farspan.domain.units import counted, format_bytes
+from farspan.models._weight_files import require_weights
 from farspan.runtime.checkpoint import checkpoint_folder
 from farspan.runtime.checkpoint.manifest import Corrupt
 from farspan.runtime.comm.control_channel import Notices, run_secret
@@ -68,9 +69,10 @@ from farspan.runtime.device import (
 )
 from farspan.runtime.model import huggingface
 from farspan.runtime.model.compiled_blocks import BlockInputs, compile_or_restore
-from farspan.runtime.model.decoder import Decoder, initial_parameters
+from farspan.runtime.model.decoder import Decoder, initial_adapters, initial_parameters
 from farspan.runtime.model.generate import generate
 from farspan.runtime.model.kernel_selection import select_kernels
+from farspan.runtime.model.linear import merge_adapters
 from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.preemption_notice import watch_notice
 from farspan.runtime.stop_and_preemption import Launcher, StopRequests
@@ -121,9 +123,16 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
     else:
         weights = None
         if group.rank == 0:
-            _, weights = huggingface.read_model(Path(record.initial).expanduser())
-        executor.whole.hand_out(executor.state.master, weights)
-        executor.begin_run()
+            folder = Path(record.initial).expanduser()
+            if plan.model.lora:
+                require_weights(folder, record.initial_weights)
+            _, weights = huggingface.read_model(folder)
+        if plan.model.lora:
+            executor.whole.hand_out_frozen(weights)
+            executor.load_parameters(initial_adapters(plan.model, plan.train.seed))
+        else:
+            executor.whole.hand_out(executor.state.master, weights)
+            executor.begin_run()
     dtype = executor.state.dtype
     warnings_ = [select_kernels(executor.model, group.device, dtype)]
     if runs_compiled(plan, group.rank):
@@ -375,7 +384,11 @@ def sample(trainer: Trainer, weights: dict[str, torch.Tensor]) -> None:
     worker = trainer.worker
     if trainer.budget.late:
         return
-    model = Decoder(worker.plan.model)
+    spec = worker.plan.model
+    if spec.lora:
+        frozen = {name: value.cpu() for name, value in worker.state.frozen.items()}
+        weights = merge_adapters(spec, frozen, weights)
+    model = Decoder(spec.base)
     model.load_state_dict(weights)
     try:
         model.to(worker.group.device)

@@ -117,7 +117,9 @@ def buckets(graph: OpGraph, stage: Stage, engine: Engine, parameters: float) -> 
     by = stage.grad_sync
     filled = parameters * (4.0 if engine.direct else by.bits / 8)
     tensors = sum(
-        count * len(op.weights) for unit, count in graph.kinds(*stage.units) for op in unit
+        count * sum(not weight.frozen for weight in op.weights)
+        for unit, count in graph.kinds(*stage.units)
+        for op in unit
     )
     return Buckets(
         filled, tensors if by.bucket_bytes is None else math.ceil(filled / by.bucket_bytes), tensors

@@ -131,14 +131,18 @@ def activities(
     def size(dims: str) -> float:
         return graph.size(dims, b=rows, s=seq_len)
 
-    weights = sum(graph.size(weight.dims) for weight in op.weights)
+    # What is done with gradients of weights.
+    trained = [weight for weight in op.weights if not weight.frozen]
+    weights = sum(graph.size(weight.dims) for weight in trained)
+    done: dict[Activity, float]
     if op.kind == "lookup":
-        return {"table": weights, "lookup": size("bsd")}
+        done = {"lookup": size("bsd")}
+        return {"table": weights, **done} if trained else done
     if op.kind == "loss":
         return {"loss": size(op.inputs[0])}
     if op.kind == "matmul":
-        done: dict[Activity, float] = {"weight": weights}
-        if len(op.weights) > 1:
+        done = {"weight": weights} if trained else {}
+        if len(trained) > 1:
             done["bias"] = size(op.output)
         if returns_to_residual(op):
             done["residual"] = size("bsd")
@@ -178,6 +182,7 @@ def gpu_activities(
     done = activities(graph, op, rows, seq_len, keys)
     done.pop("weight", None)
     parameters = sum(graph.size(weight.dims) for weight in op.weights)
+    is_trained = bool(op.weights) and not op.is_frozen
     is_head = op.kind == "matmul" and op.output == "bsv"
     if op.kind == "loss":
         logits = done.pop("loss") * chunks.padding
@@ -187,11 +192,12 @@ def gpu_activities(
         if chunks.padding > 1:
             done["padding"] = parameters
         done["head_input"] = size("bsd")
+    if is_head and is_trained:
         done["head_gradient"] = parameters
-    if is_head and graph.tied:
+    if is_head and graph.tied and is_trained:
         # The embedding's parameter has the gradient of both.
         done["tied"] = parameters
-    elif op.weights:
+    elif is_trained:
         done["gradient"] = parameters
     if op.kind == "lookup" and len(op.weights) > 1:
         done["positions"] = size("bsd")

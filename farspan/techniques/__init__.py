@@ -12,9 +12,13 @@ from farspan.domain.problems import Problem, Refusal
 from farspan.domain.suggest import advise, known_names
 from farspan.domain.units import counted
 from farspan.estimate.network import NoLink
-from farspan.techniques._task import Task
+from farspan.techniques._task import Task, cannot
 
 __all__ = ["Task", "Technique", "exact", "names", "plan", "technique"]
+
+
+#: Techniques that train adapters of frozen weights.
+ADAPTING = frozenset({"data"})
 
 
 class Technique(Protocol):
@@ -58,8 +62,16 @@ def exact(name: str) -> bool:
 def plan(name: str, task: Task) -> Plan | Problem:
     """Return a technique's plan or problem.
 
-    It is a problem also where hosts cannot reach each other, and where a search takes too long.
+    It is a problem also for a technique that cannot train adapters, where hosts cannot reach each
+    other, and where a search takes too long.
     """
+    if task.model.lora and name not in ADAPTING:
+        return cannot(
+            f"{name} does not train adapters (LoRA)",
+            "run.yaml, key train.lora",
+            "their frozen weights are whole on every device: only data parallelism has that",
+            "set parallel.technique: data, or remove train.lora",
+        )
     try:
         return technique(name).plan(task)
     except TimeoutError as error:

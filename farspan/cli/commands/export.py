@@ -1,5 +1,5 @@
-"""Write a run's model as a folder that transformers loads or a file that llama.cpp loads, or its
-embedder for sentence-transformers."""
+"""Write a run's model as a folder that transformers loads or a file that llama.cpp loads, its
+embedder for sentence-transformers, or its adapters for PEFT."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ _LOADS = {
         "sentence_transformers.SentenceTransformer({!r}, trust_remote_code=True)"
     ),
     "gguf": "llama-cli -m {!r}",
+    "peft": "peft.AutoPeftModelForCausalLM.from_pretrained({!r})",
 }
 
 
@@ -27,14 +28,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--out",
         metavar="FOLDER",
         help="folder to write, or file for gguf (default: RUN/export,\n"
-        "RUN/sentence-transformers or RUN/model.gguf)",
+        "RUN/sentence-transformers, RUN/model.gguf or RUN/adapters)",
     )
     parser.add_argument(
         "--format",
         choices=tuple(_LOADS),
         default="huggingface",
         help=(
-            "what shall load it; sentence-transformers gets the embedder of the run's index\n"
+            "what shall load it; sentence-transformers gets the embedder of the run's index,\n"
+            "peft the adapters of a run with train.lora, which all others get merged\n"
             "(default: huggingface)"
         ),
     )

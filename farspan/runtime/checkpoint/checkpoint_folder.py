@@ -26,7 +26,6 @@ import msgspec
 
 from farspan import models
 from farspan.domain.epoch_fence import fence_stale_epoch, readable_ledger
-from farspan.domain.model import count_parameters
 from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan
 from farspan.domain.problems import EXIT_CODES, Refusal
@@ -84,8 +83,8 @@ def bytes_needed(plan: Plan) -> int:
 
 
 def model_bytes(plan: Plan) -> int:
-    """Return the size of the weights alone, and some headers."""
-    return 4 * count_parameters(plan.model) + MAX_HEADER_BYTES
+    """Return the size of the trained weights alone, and some headers."""
+    return 4 * models.count_trained(plan.model) + MAX_HEADER_BYTES
 
 
 def check_disk(folder: Path, needed: int) -> None:
@@ -297,7 +296,8 @@ def verify(path: Path) -> TrainerState:
 
 
 def shapes_of(plan: Plan, kinds: Iterable[str] = (MODEL, *MOMENTS)) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every global tensor of these kinds, by name."""
+    """Return the shape of every global tensor of these kinds, by name: of parameters that are
+    trained, as frozen ones are in the folder of the model that the run continues."""
     import torch
 
     from farspan.runtime.model.decoder import Decoder
@@ -311,6 +311,8 @@ def shapes_of(plan: Plan, kinds: Iterable[str] = (MODEL, *MOMENTS)) -> dict[str,
     shapes = dict[str, tuple[int, ...]]()
     for kind in kinds:
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             if name not in lacking or not kind.endswith(SECOND_MOMENT):
                 shapes[f"{kind}/{name}"] = tuple(parameter.shape)
     return shapes

@@ -5,6 +5,7 @@ Shapes: B rows, S positions, D d_model.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import types
@@ -19,6 +20,7 @@ from farspan.runtime.compiler import describe_failure
 from farspan.runtime.device import synchronize_device
 from farspan.runtime.model.decoder import Block, Decoder, layer_rotation
 from farspan.runtime.model.dropout import Dropout
+from farspan.runtime.model.linear import freeze_base
 
 
 class BlockInputs(NamedTuple):
@@ -92,11 +94,14 @@ def warm_up_blocks(
     """
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
+        # The first block's input has a gradient where the embedding is trained.
+        unlike = (True, False) if model.spec.lora else (True,)
         for layer in _first_of_each_kind(model):
             block = _make_alike(model, layer, device, dtype)
-            for rows in dict.fromkeys(inputs.rows):
-                loss = _pass_forward(model, block, layer, rows, inputs, device, dtype)
-                loss.backward()
+            for rows, has_grad in itertools.product(dict.fromkeys(inputs.rows), unlike):
+                shape = (rows, inputs.seq_len, model.spec.d_model)
+                x_BSD = torch.zeros(shape, device=device, dtype=dtype, requires_grad=has_grad)
+                _pass_forward(model, block, layer, x_BSD, inputs).backward()
                 synchronize_device(device)
 
 
@@ -115,6 +120,8 @@ def _make_alike(model: Decoder, layer: int, device: torch.device, dtype: torch.d
     assert isinstance(like, Block)
     with torch.device("meta"):
         block = Block(model.spec, like.attn.vanilla, like.attn.layouts, layer)
+    if model.spec.lora:
+        freeze_base(block)
     block.attn.policy = like.attn.policy
     for module in block.modules():
         _replace_by_zeros(module._parameters.items(), device, dtype, module)
@@ -133,25 +140,18 @@ def _replace_by_zeros(
     for name, parameter in list(parameters):
         if parameter is not None:
             zeros = torch.zeros(parameter.shape, device=device, dtype=dtype)
-            module._parameters[name] = nn.Parameter(zeros)
+            module._parameters[name] = nn.Parameter(zeros, parameter.requires_grad)
 
 
 def _pass_forward(
-    model: Decoder,
-    block: nn.Module,
-    layer: int,
-    rows: int,
-    inputs: BlockInputs,
-    device: torch.device,
-    dtype: torch.dtype,
+    model: Decoder, block: nn.Module, layer: int, x_BSD: Tensor, inputs: BlockInputs
 ) -> Tensor:
-    """Return a number that a block has made of `rows` rows as the model gives it them."""
-    shape = (rows, inputs.seq_len, model.spec.d_model)
-    x_BSD = torch.zeros(shape, device=device, dtype=dtype, requires_grad=True)
+    """Return a number that a block has made of x as the model gives it that."""
+    device = x_BSD.device
     dropouts = None
     if inputs.dropout:
-        seeds = torch.zeros(rows, dtype=torch.int32, device=device)
+        seeds = torch.zeros(len(x_BSD), dtype=torch.int32, device=device)
         first, second = Dropout(inputs.dropout, seeds).at_places(2)
         dropouts = first, second
-    rotation = layer_rotation(model.spec, layer, inputs.seq_len, device, dtype)
+    rotation = layer_rotation(model.spec, layer, inputs.seq_len, device, x_BSD.dtype)
     return model.run_block(block, x_BSD, rotation, dropouts).sum()

@@ -28,17 +28,15 @@ from farspan.runtime.model.kernels import (
     head_cross_entropy,
     logits_cross_entropies,
 )
+from farspan.runtime.model.linear import (
+    A_SUFFIX,
+    Linear,
+    freeze_base,
+    is_adapter,
+    make_projection,
+)
 from farspan.runtime.model.tensor_axis import TABLE, TOKENS, TOTAL, Layouts, TensorAxis
 from farspan.semantics.tensor_sharding import RESIDUAL
-
-
-class Linear(nn.Linear):
-    """A matrix without first values: `initial_parameters` or a checkpoint has them. On the meta
-    device torch's own would make it import its compiler, which takes a worker two seconds."""
-
-    def reset_parameters(self) -> None:
-        pass
-
 
 #: Tokens of one gradient of an embedding on NVIDIA's GPUs: between these numbers PyTorch's kernel
 #: reads indices that it is replacing (pytorch#187687), and rarely adds to the wrong rows.
@@ -140,7 +138,7 @@ def _make_residual_writer(name: str, inputs: int, spec: ModelSpec, layouts: Layo
     ways = layouts.operator_ways(name)
     if ways > 1:
         return Summand(inputs // ways, spec.d_model, spec.bias, layouts)
-    return Linear(inputs, spec.d_model, bias=spec.bias)
+    return make_projection(name, inputs, spec.d_model, bias=spec.bias, spec=spec)
 
 
 class Attention(nn.Module):
@@ -158,7 +156,8 @@ class Attention(nn.Module):
         self.heads_per_group = spec.heads // spec.kv_heads
         self.head_dim = spec.head_dim
         rows = (spec.heads + 2 * spec.kv_heads) * spec.head_dim // layouts.operator_ways("attn.qkv")
-        self.qkv = Linear(spec.d_model, rows, bias=spec.bias or bool(spec.qkv_bias))
+        biased = spec.bias or bool(spec.qkv_bias)
+        self.qkv = make_projection("attn.qkv", spec.d_model, rows, bias=biased, spec=spec)
         self.q_norm = self.k_norm = None
         self.joint_widths: tuple[int, int] | None = None
         if spec.qk_norm:
@@ -309,7 +308,8 @@ class MLP(nn.Module):
         self.activation = spec.activation
         self.layouts = layouts
         rows = spec.d_ff * (2 if spec.is_gated else 1)
-        self.up = Linear(spec.d_model, rows // layouts.operator_ways("mlp.up"), bias=spec.bias)
+        rows //= layouts.operator_ways("mlp.up")
+        self.up = make_projection("mlp.up", spec.d_model, rows, bias=spec.bias, spec=spec)
         self.down = _make_residual_writer("mlp.down", spec.d_ff, spec, layouts)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
@@ -423,6 +423,8 @@ class Decoder(nn.Module):
             if not spec.tied:
                 rows = spec.vocab_size // layouts.table_shards("head.weight")
                 self.head = Linear(spec.d_model, rows, bias=False)
+        if spec.lora:
+            freeze_base(self)
 
     @property
     def has_head(self) -> bool:
@@ -592,10 +594,10 @@ def initial_parameters(spec: ModelSpec, seed: int) -> Iterator[tuple[str, Tensor
     by sqrt(2 layers), biases zero.
 
     Drawn whole on the CPU in name order, one by one, so that any device and any part of the model
-    sees the same.
+    sees the same. Adapters come last (`initial_adapters`).
     """
     generator = torch.Generator().manual_seed(seed)
-    for name, shape in sorted(parameter_shapes(spec).items()):
+    for name, shape in sorted(parameter_shapes(spec.base).items()):
         if name.endswith("bias"):
             yield name, torch.zeros(shape)
         elif "norm" in name:
@@ -605,3 +607,17 @@ def initial_parameters(spec: ModelSpec, seed: int) -> Iterator[tuple[str, Tensor
             if name.endswith(("attn.out.weight", "mlp.down.weight")):
                 std /= math.sqrt(2 * spec.layers)
             yield name, torch.empty(shape).normal_(0.0, std, generator=generator)
+    if spec.lora:
+        yield from initial_adapters(spec, seed)
+
+
+def initial_adapters(spec: ModelSpec, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the first values of all adapters, drawn likewise: A is uniform between -1 /
+    sqrt(inputs) and that, as PEFT has it, and B is 0, so that the model begins as its base."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, shape in sorted(parameter_shapes(spec).items()):
+        if name.endswith(A_SUFFIX):
+            bound = 1 / math.sqrt(shape[-1])
+            yield name, torch.empty(shape).uniform_(-bound, bound, generator=generator)
+        elif is_adapter(name):
+            yield name, torch.zeros(shape)

@@ -86,15 +86,20 @@ def export_model(
         own = state[entry.ours].detach().cpu()
         for name, part in zip(entry.theirs, own.split(list(entry.rows)), strict=True):
             if entry.heads is not None:
-                part = _swap_leading(part, 3, entry.heads)
+                part = swap_leading(part, 3, entry.heads)
             tensor = part.t() if entry.transpose else part
             # Copies, since safetensors refuses shared memory.
             tensors[name] = tensor.clone(memory_format=torch.contiguous_format).to(kind)
-    temporary = folder / f"{WEIGHTS_FILE}.tmp"
+    write_tensors(folder / WEIGHTS_FILE, tensors, like=folder / "config.json")
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], *, like: Path) -> None:
+    """Write a safetensors file, whole or not at all, that may be read by those who may read
+    another: the library makes files for their owner alone."""
+    temporary = path.with_name(f"{path.name}.tmp")
     save_file(tensors, temporary, metadata={"format": "pt"})
-    # safetensors makes files for their owner alone.
-    temporary.chmod((folder / "config.json").stat().st_mode)
-    temporary.replace(folder / WEIGHTS_FILE)
+    temporary.chmod(like.stat().st_mode)
+    temporary.replace(path)
 
 
 def read_model(folder: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
@@ -130,7 +135,7 @@ def read_model(folder: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
             fact = f"{sources} gives {list(tensor.shape)}, config.json {list(shape)}"
             raise misfit(folder, fact)
         if entry.heads is not None:
-            tensor = _swap_leading(tensor, entry.heads, 3)
+            tensor = swap_leading(tensor, entry.heads, 3)
         state[entry.ours] = tensor.contiguous()
     head = tensors.get(head_name)
     if spec.tied and head is not None and torch.equal(head, state["tok.weight"]):
@@ -140,7 +145,7 @@ def read_model(folder: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
     return spec, state
 
 
-def _swap_leading(x: Tensor, outer: int, inner: int) -> Tensor:
+def swap_leading(x: Tensor, outer: int, inner: int) -> Tensor:
     """Return rows, which are `outer` groups of `inner` runs, as `inner` groups of `outer` runs: q,
     k and v of each head as the heads of each of q, k and v, and back."""
     runs = x.unflatten(0, (outer, inner, -1))

@@ -224,9 +224,17 @@ class HeadCrossEntropy(torch.autograd.Function):
         shard: VocabularyShard | None,
         fused_loss: FusedLoss | None,
     ) -> Tensor:
-        needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        is_trained = ctx.needs_input_grad[1]
+        needs_grad = ctx.needs_input_grad[0] or is_trained
         if fused_loss is not None and shard is None:
-            loss, kept = _fused_head(x_ND, weight_VD, targets_N, fused_loss, needs_grad=needs_grad)
+            loss, kept = _fused_head(
+                x_ND,
+                weight_VD,
+                targets_N,
+                fused_loss,
+                needs_grad=needs_grad,
+                is_trained=is_trained,
+            )
             ctx.save_for_backward(*kept)
             return loss
         N = x_ND.shape[0]
@@ -247,6 +255,7 @@ class HeadCrossEntropy(torch.autograd.Function):
             loss += _cross_entropy_and_gradient_(chunk, targets_N[chunk_rows], shard)
             if needs_grad:
                 torch.mm(chunk, aligned, out=dx_ND[chunk_rows])
+            if is_trained:
                 part_VD = torch.mm(chunk.t(), x)[:V]
                 if rows >= N:
                     dw_VD = part_VD
@@ -254,25 +263,34 @@ class HeadCrossEntropy(torch.autograd.Function):
                     dw_VD = part_VD.to(loss.dtype)
                 else:
                     dw_VD.add_(part_VD)
-        if needs_grad:
+        if is_trained:
             ctx.save_for_backward(dx_ND, dw_VD.to(weight_VD.dtype))
+        elif needs_grad:
+            ctx.save_for_backward(dx_ND)
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        dx_ND, dw_VD = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        # Of a frozen weight there is no gradient.
+        dx_ND, *trained = ctx.saved_tensors
         # In place: a step goes backward once.
         scale = gradients[0].to(dx_ND.dtype)
         dx_ND.mul_(scale)
-        dw_VD.mul_(scale)
+        dw_VD = trained[0].mul_(scale) if trained else None
         return dx_ND, dw_VD, None, None, None
 
 
 def _fused_head(
-    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, fused_loss: FusedLoss, *, needs_grad: bool
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    fused_loss: FusedLoss,
+    *,
+    needs_grad: bool,
+    is_trained: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the loss of HeadCrossEntropy by chunks of a compiled loss, and the gradients of x and
-    weight, in their dtype, where they are needed."""
+    """Return the loss of HeadCrossEntropy by chunks of a compiled loss, and the gradients of x and,
+    where that is trained, of weight, in their dtype."""
     N = x_ND.shape[0]
     V = weight_VD.shape[0]
     sum_dtype = _sum_dtype(x_ND.dtype)
@@ -290,10 +308,11 @@ def _fused_head(
         losses.append(fused_loss(chunk, targets_N[chunk_rows], V))
         if needs_grad:
             torch.mm(chunk, aligned_WD, out=dx_ND[chunk_rows])
+        if is_trained:
             dw_WD = _accumulate_product(dw_WD, chunk.t(), x, sum_dtype)
     loss = torch.stack(losses).sum() if len(losses) > 1 else losses[0]
     if dw_WD is None:
-        return loss, ()
+        return loss, (dx_ND,) if needs_grad else ()
     return loss, (dx_ND, dw_WD[:V].to(weight_VD.dtype))
 
 

@@ -337,7 +337,7 @@ class Executor:
         self.begin_run()
 
     def _own_parts(self, values: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        own_names = set(self.state.names)
+        own_names = {*self.state.names, *self.state.frozen}
         for name, whole in values:
             if name in own_names:
                 cut = self.model.slices.get(name)

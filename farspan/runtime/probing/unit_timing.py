@@ -24,6 +24,7 @@ from farspan.runtime.model.compiled_blocks import BlockInputs, compile_or_restor
 from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.model.kernel_selection import select_kernels
 from farspan.runtime.state.train_state import TrainState
+from farspan.semantics.kernel_choice import BYTES
 
 #: Seconds that all units' passes are taken over, how many at least, and those before, while memory
 #: is first touched.
@@ -114,6 +115,7 @@ def bytes_needed(
     train = TrainSpec(steps=1, batch=rows, seq_len=seq_len, precision=dtype)
     blocks = _count_alike(graph)
     weights = 0
+    frozen = 0
     largest = 0
     kept = 0.0
     for unit, count in ((graph.embedding, 1), (graph.block, blocks), (graph.head, 1)):
@@ -121,13 +123,18 @@ def bytes_needed(
         for op in unit:
             for weight in op.weights:
                 size = graph.size(weight.dims)
+                if weight.frozen:
+                    frozen += count * size
+                    continue
                 weights += count * size
                 largest = max(largest, size)
     # A block's backward pass makes gradients of what the block keeps, one block at a time.
     kept += kept_per_row(graph, graph.block, train, {}, 1, backend)
     passing = rows * kept + logits_bytes(graph, train, rows, load_engine("farspan"), backend)
     # A weight's new gradient is kept in addition to the sum that it is added to.
-    return round(weights * UNIT_STATE_BYTES[dtype]), round(passing + 4 * largest)
+    # Frozen weights are made in fp32, and used in the precision.
+    state = weights * UNIT_STATE_BYTES[dtype] + frozen * (4 + BYTES[dtype])
+    return round(state), round(passing + 4 * largest)
 
 
 def _count_alike(graph: OpGraph) -> int:
@@ -168,6 +175,8 @@ class _Unit:
         return self._y
 
     def backward(self, gradient: Tensor | None) -> Tensor | None:
+        if not self._y.requires_grad:  # An embedding that is frozen.
+            return None
         self._y.backward(torch.ones_like(self._y) if gradient is None else gradient)
         synchronize_device(self._device)
         return self._x.grad

@@ -153,6 +153,25 @@ class FullState:
                 flat.copy_(self._fill_bucket(0, b, whole))
         self._send_buckets(wanted, lambda rank, b: self._fill_bucket(rank, b, whole), number)
 
+    def hand_out_frozen(self, whole: Mapping[str, Tensor] | None) -> None:
+        """Fill every worker's frozen parameters from whole ones, which rank 0 gives."""
+        number = tag(MessageChannel.FULL_STATE, next(self._rounds))
+        messenger = self._messenger
+        for name, parameter in self._state.frozen.items():
+            if self._rank == 0:
+                assert whole is not None
+                for rank in range(1, len(self.manifests)):
+                    messenger.send(whole[name].float().flatten(), rank, number)
+                content = whole[name]
+            else:
+                post = messenger.post(parameter.numel(), torch.float32, 0, number)
+                content = post.wait().view(parameter.shape)
+            with torch.no_grad():
+                parameter.copy_(content)
+            # One tensor at a time is on its way.
+            messenger.wait_for_previous_step()
+        messenger.close()
+
     def send_out(self, ranks: Sequence[int], content: Callable[[int, int], Tensor]) -> None:
         """Fill the buckets of these workers from rank 0, with `content(rank, bucket)`; each of them
         calls `receive_buckets`."""

@@ -1,7 +1,8 @@
 """Parameters, gradients and moments of one worker, in flat buckets that are summed, divided and
 updated whole.
 
-The model computes in the working dtype (fp32, bf16 or fp16); the optimizer keeps fp32 masters. What
+The model computes in the working dtype (fp32, bf16 or fp16); the optimizer keeps fp32 masters.
+Frozen parameters have neither gradient nor master, and lie outside of buckets. What
 ZeRO (arXiv 1910.02054) divides over the data axis is divided bucket by bucket: of n workers the
 k-th owns the k-th part of each. AdamW updates elements, Muon whole matrices, which lie in buckets
 of their own.
@@ -93,12 +94,15 @@ class TrainState:
         whether a moving average of the weights is kept."""
         self.division = division or ZeroDivision()
         self._updates = updates
-        old = dict(model.named_parameters())
+        everything = dict(model.named_parameters())
+        old = {name: value for name, value in everything.items() if value.requires_grad}
         self.names = list(old)
         self.shapes = [parameter.shape for parameter in old.values()]
         self.buckets = divide_buckets(self.names, self.shapes, self.division)
         self.dtype = WORKING_DTYPES[precision]
-        self.device = old[self.names[0]].device if device is None else device
+        self.device = next(iter(everything.values())).device if device is None else device
+        #: Parameters outside of all buckets: they stay as they are loaded, in the working dtype.
+        self.frozen = self._replace_frozen(model)
         #: The bucket of each parameter, and where it begins there.
         self.home = dict[int, tuple[int, int]]()
         for b, bucket in enumerate(self.buckets):
@@ -113,7 +117,7 @@ class TrainState:
         #: Called with a parameter's index each time a backward pass has added to its gradient.
         self.on_grad: Callable[[int], None] | None = None
         self.parameters = self._replace_parameters(model, list(old.values()))
-        values = [(name, value) for name, value in old.items() if not value.is_meta]
+        values = [(name, value) for name, value in everything.items() if not value.is_meta]
         if values:
             self.load_parameters(values)
 
@@ -181,9 +185,21 @@ class TrainState:
             new[parameter] = replacement
         for module in model.modules():
             for name, old_parameter in module._parameters.items():
-                if old_parameter is not None:
+                if old_parameter in new:
                     module._parameters[name] = new[old_parameter]
         return list(new.values())
+
+    def _replace_frozen(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Put parameters of this state's device and dtype in the place of frozen ones."""
+        frozen = dict[str, nn.Parameter]()
+        for path, module in model.named_modules():
+            for name, old in module._parameters.items():
+                if old is not None and not old.requires_grad:
+                    value = torch.zeros(old.shape, dtype=self.dtype, device=self.device)
+                    parameter = nn.Parameter(value, requires_grad=False)
+                    module._parameters[name] = parameter
+                    frozen[f"{path}.{name}".lstrip(".")] = parameter
+        return frozen
 
     def _accumulate_lasting(self, index: int) -> Callable[[Tensor], None]:
         """Return a hook that collects into a bucket that is there all the time: once a step's first
@@ -259,6 +275,9 @@ class TrainState:
         index = {name: i for i, name in enumerate(self.names)}
         with torch.no_grad():
             for name, value in values:
+                if name in self.frozen:
+                    self.frozen[name].copy_(value)
+                    continue
                 i = index[name]
                 b, _ = self.home[i]
                 start, stop, where = self.owned_range(i)
