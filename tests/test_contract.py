@@ -159,7 +159,8 @@ LINKLESS = {
     "retrieval/vector_file.py": "files that the user names",
     "launch/setup_agent.py": "into a folder that it has made for this user alone",
     "runtime/device.py": "a control group",
-    "runtime/model/huggingface.py": "into a folder that is new or empty",
+    "models/_base_files.py": "into a folder that is new or empty",
+    "runtime/model/weight_shards.py": "into a folder that is new or empty",
 }
 
 

@@ -22,6 +22,7 @@ CHECKED_NAME = re.compile(r"_?remedy|fix|(path|host|family|site)_words?")
 CHECKED_FUNCTIONS = {
     "_choose_fix",
     "_init_command",
+    "_log_in",
     "_mending",
     "_missing_extra",
     "_moving_remedy",
@@ -38,6 +39,7 @@ CHECKED_FUNCTIONS = {
     "rebuild",
     "rebuild_command",
     "_setting_unit_remedy",
+    "_upload_command",
     "resume_command",
     "serve_command",
     "setting_remedy",

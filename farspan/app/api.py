@@ -205,12 +205,18 @@ class Run:
         self,
         out: str | os.PathLike[str] | None = None,
         *,
-        dtype: WeightType = "fp32",
+        dtype: WeightType | None = None,
         format: Format = "huggingface",
+        push: str | None = None,
+        public: bool = False,
     ) -> Path:
         """Write the model as a folder that transformers loads, the embedder of its index as one
-        that sentence-transformers loads, or the model as a file that llama.cpp loads."""
-        return export_model(self.folder, _optional_path(out), dtype=dtype, format=format)[0]
+        that sentence-transformers loads, or the model as a file that llama.cpp loads. `push` is the
+        repository of the Hugging Face hub to upload the folder to, private unless `public`."""
+        exported = export_model(
+            self.folder, _optional_path(out), dtype=dtype, format=format, push=push, public=public
+        )
+        return exported.path
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"

@@ -73,7 +73,7 @@ def run_tasks(
     task_names = [Path(task).stem if Path(task) in files else task for task in tasks]
     folders = sorted({str(file.absolute().parent) for file in files})
     with tempfile.TemporaryDirectory(prefix="farspan-eval-") as folder:
-        out, _ = export_model(run, Path(folder) / "model")
+        out = export_model(run, Path(folder) / "model", dtype="fp32").path
         progress(Note(f"running {', '.join(task_names)} with lm-eval {lm_eval.__version__}"))
         evaluated = lm_eval.simple_evaluate(
             model="hf",

@@ -4,15 +4,29 @@ load."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, get_args
+
+import msgspec
 
 from farspan.app.preflight_checks import refuse_existing, require_gguf_library
 from farspan.app.updates import Progress, ignore_update, note_reporter
 from farspan.corpus.hub_models import is_hub_id
-from farspan.domain.model import WeightType
+from farspan.domain.escapes import shell_line
+from farspan.domain.model import StoredType, WeightType
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.struct_files import load, write_atomically
+from farspan.domain.suggest import known_names
+from farspan.models._base_files import (
+    LICENCE_FILES,
+    copy_files,
+    keeps_tokenizer,
+    load_base,
+    read_chat_template,
+)
+
+if TYPE_CHECKING:
+    from farspan.runtime.inference import Trained
 
 #: What loads what is exported: transformers, sentence-transformers, llama.cpp, or PEFT.
 Format = Literal["huggingface", "sentence-transformers", "gguf", "peft"]
@@ -53,116 +67,142 @@ def generate_text(
     return text, trained.step
 
 
+class ExportedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """What was exported: the folder or file, the step and the type of its weights, and its address
+    on the hub."""
+
+    path: Path
+    step: int
+    dtype: WeightType
+    url: str | None = None
+
+
 def export_model(
     run: RunFolder,
     out: Path | None = None,
     *,
-    dtype: WeightType = "fp32",
+    dtype: WeightType | None = None,
     format: Format = "huggingface",
-) -> tuple[Path, int]:
+    push: str | None = None,
+    public: bool = False,
+) -> ExportedModel:
     """Write the model, with a model card, as a Hugging Face folder that transformers loads (by
     default RUN/export); or the embedder of the run's index as one that sentence-transformers loads
     (by default RUN/sentence-transformers); or the model as a file that llama.cpp loads (by default
     RUN/model.gguf); or the adapters of a run with `train.lora` as a folder that PEFT loads (by
     default RUN/adapters). In all others adapters are merged into the model.
 
-    Returns the folder or file, and the step that its weights are from. Refuses (run-exists) a
-    folder that has something in it, (no-index) an embedder where there is no index, or one of other
-    weights, and (cannot-export) what llama.cpp would compute or read otherwise, and adapters of a
-    run without any.
+    The weights are of the type that the weights of the model had which the run continues; of
+    others, in fp32. `push` names a repository of the Hugging Face hub that the folder is uploaded
+    to: a private one, or a `public` one.
+
+    Refuses (run-exists) a folder that has something in it, (no-index) an embedder where there is no
+    index, or one of other weights, (cannot-export) what llama.cpp would compute or read otherwise
+    and adapters of a run without any, and (hub-unusable) an upload without token, network or
+    rights, before anything is written.
     """
-    embedder = format == "sentence-transformers"
+    asked = [] if out is None else ["--out", str(out)]
+    if dtype is not None:
+        asked += ["--dtype", dtype]
     out = out or run.path / _TARGETS[format]
     options = [] if format == "huggingface" else ["--format", format]
-    if format == "gguf":
-        require_gguf_library()
-    elif dtype in ("fp16", "q8_0"):
-        raise Refusal(
-            "out-of-range",
-            what=f"--dtype {dtype} is a type of GGUF files",
-            where="--dtype",
-            fact=f"--format {format} has fp32 and bf16",
-            remedy=command("export", run.path, *options, "--dtype", "bf16"),
-        )
+    _check_options(run, options, dtype=dtype, format=format, push=push, public=public)
     other = out.with_stem(f"{out.stem}-2") if format == "gguf" else f"{out}-2"
-    refuse_existing(out, command("export", run.path, *options, "--out", other))
+    upload = [] if push is None else ["--push", push, *(["--public"] if public else [])]
+    refuse_existing(out, command("export", run.path, *options, *upload, "--out", other))
+    repository = None
+    if push is not None:
+        from farspan.corpus.hub_upload import open_repository
+
+        words = ["export", run.path, *options, *asked]
+        repository = open_repository(push, public=public, export=words)
     from farspan.launch.trust import require_own_links
-    from farspan.report import model_card
-    from farspan.report.history import open_run
-    from farspan.runtime.inference import load as load_trained
 
     if out.is_relative_to(run.path):
         require_own_links(run)
     if format == "peft":
-        assert dtype in ("fp32", "bf16")
-        return out, _export_adapters(run, out, dtype)
+        dtype = dtype or "fp32"
+        step = _write_adapters(run, out, dtype)
+    else:
+        base = load_base(run.base)
+        dtype = dtype or ("fp32" if base is None else base.stored)
+        step = _write_model(run, out, dtype, format)
+    url = None if repository is None else repository.upload(out)
+    return ExportedModel(path=out, step=step, dtype=dtype, url=url)
+
+
+def _write_model(run: RunFolder, out: Path, dtype: WeightType, format: Format) -> int:
+    """Write the whole model, or the embedder of the run's index; return the step of the weights."""
+    from farspan.runtime.inference import load as load_trained
+
     trained = load_trained(run)
     if format == "gguf":
-        from farspan.runtime.model.gguf_file import write_gguf
-
-        out.absolute().parent.mkdir(parents=True, exist_ok=True)
-        write_gguf(
-            out,
-            trained.model.state_dict(),
-            trained.model.spec,
-            tokenizer=run.tokenizer,
-            end_of_text=trained.tokenizer.end_of_text,
-            name=run.path.resolve().name,
-            kind=dtype,
-        )
-        return out, trained.step
-    assert dtype in ("fp32", "bf16")
-    if embedder:
-        from farspan.app.indexing import model_origin, refuse_other_model
-        from farspan.retrieval.index import FITTED, OWN_VECTORS, read_manifest
-        from farspan.retrieval.sentence_transformers import write_sentence_transformers
-
-        manifest = read_manifest(run.index, command("embed", run.path))
-        if manifest.origin is None:
-            raise Refusal(
-                "no-index",
-                what="the index has no vectors of the run's own model",
-                where=run.index,
-                fact=f"its sets of vectors: {', '.join(manifest.sets) or 'none'}",
-                remedy=command("embed", run.path),
-            )
-        refuse_other_model(run, manifest.origin, model_origin(run, trained))
-        out.mkdir(parents=True, exist_ok=True)
-        card = model_card.embedder_card(
-            open_run(run.path), trained.step, manifest.sets[OWN_VECTORS].dim
-        )
-        write_atomically(out / "README.md", card.encode())
-        write_sentence_transformers(
-            out,
-            trained,
-            tokenizer=run.tokenizer,
-            fitted=run.index / manifest.files / FITTED,
-            dtype=dtype,
-        )
+        _write_gguf(run, out, trained, dtype)
     else:
-        from farspan.runtime.model.huggingface import export_model as write_model
+        assert dtype != "q8_0"
+        write = _write_embedder if format == "sentence-transformers" else _write_huggingface
+        write(run, out, trained, dtype)
+    return trained.step
 
-        out.mkdir(parents=True, exist_ok=True)
-        card = model_card.model_card(open_run(run.path), trained.step)
-        write_atomically(out / "README.md", card.encode())
-        write_model(
-            out,
-            trained.model.state_dict(),
-            trained.model.spec,
-            tokenizer=run.tokenizer,
-            end_of_text=trained.tokenizer.end_of_text,
-            dtype=dtype,
+
+def _check_options(
+    run: RunFolder,
+    options: list[str],
+    *,
+    dtype: WeightType | None,
+    format: Format,
+    push: str | None,
+    public: bool,
+) -> None:
+    """Refuse what does not exist or does not go together, and a GGUF file without its library."""
+    kinds = get_args(WeightType)
+    if dtype is not None and dtype not in kinds:
+        raise Refusal(
+            "out-of-range",
+            what=f"weights are not exported as {dtype}",
+            where="--dtype",
+            fact=known_names(dtype, kinds),
+            remedy=command("export", run.path, *options, "--dtype", "bf16"),
         )
-    return out, trained.step
+    if public and push is None:
+        raise Refusal(
+            "usage",
+            what="--public is about an upload, and none is asked for",
+            where="--public",
+            fact="--push OWNER/NAME uploads the folder",
+            remedy=command("export", run.path, *options, "--public", "--push", "OWNER/NAME"),
+        )
+    if format == "gguf":
+        require_gguf_library()
+        if push is not None:
+            raise Refusal(
+                "out-of-range",
+                what="a GGUF file is not uploaded by --push",
+                where="--push",
+                fact="--push uploads a folder with its model card",
+                remedy=(
+                    f"{command('export', run.path, *options)} && "
+                    f"{shell_line('hf', 'upload', push, run.path / _TARGETS[format])}"
+                ),
+            )
+    elif dtype == "q8_0":
+        raise Refusal(
+            "out-of-range",
+            what=f"--dtype {dtype} is a type of GGUF files",
+            where="--dtype",
+            fact=f"--format {format} has fp32, bf16 and fp16",
+            remedy=command("export", run.path, *options, "--dtype", "bf16"),
+        )
 
 
-def _export_adapters(run: RunFolder, out: Path, dtype: Literal["fp32", "bf16"]) -> int:
+def _write_adapters(run: RunFolder, out: Path, dtype: WeightType) -> int:
     """Write a run's adapters, with a card, as a folder that PEFT loads; return their step."""
     from farspan.report import model_card
     from farspan.report.history import open_run
     from farspan.runtime.inference import base_folder, read_best
     from farspan.runtime.model.peft_folder import write_adapters
 
+    assert dtype != "q8_0"
     plan = run.load_plan()
     if not plan.model.lora:
         raise Refusal(
@@ -182,5 +222,75 @@ def _export_adapters(run: RunFolder, out: Path, dtype: Literal["fp32", "bf16"]) 
     out.mkdir(parents=True, exist_ok=True)
     card = model_card.adapter_card(open_run(run.path), best.step, base)
     write_atomically(out / "README.md", card.encode())
+    copy_files(run.base, out, LICENCE_FILES)
     write_adapters(out, best.weights, plan.model, base=base, dtype=dtype)
     return best.step
+
+
+def _write_gguf(run: RunFolder, out: Path, trained: Trained, dtype: WeightType) -> None:
+    from farspan.runtime.model.gguf_file import write_gguf
+
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    model = trained.model
+    template = read_chat_template(run.base) if keeps_tokenizer(run.base) else None
+    write_gguf(
+        out,
+        model.state_dict(),
+        model.spec,
+        tokenizer=run.tokenizer,
+        end_of_text=trained.tokenizer.end_of_text,
+        name=run.path.resolve().name,
+        kind=dtype,
+        chat_template=template,
+    )
+
+
+def _write_embedder(run: RunFolder, out: Path, trained: Trained, dtype: StoredType) -> None:
+    from farspan.app.indexing import model_origin, refuse_other_model
+    from farspan.report import model_card
+    from farspan.report.history import open_run
+    from farspan.retrieval.index import FITTED, OWN_VECTORS, read_manifest
+    from farspan.retrieval.sentence_transformers import write_sentence_transformers
+
+    manifest = read_manifest(run.index, command("embed", run.path))
+    if manifest.origin is None:
+        raise Refusal(
+            "no-index",
+            what="the index has no vectors of the run's own model",
+            where=run.index,
+            fact=f"its sets of vectors: {', '.join(manifest.sets) or 'none'}",
+            remedy=command("embed", run.path),
+        )
+    refuse_other_model(run, manifest.origin, model_origin(run, trained))
+    out.mkdir(parents=True, exist_ok=True)
+    dim = manifest.sets[OWN_VECTORS].dim
+    card = model_card.embedder_card(open_run(run.path), trained.step, dim)
+    write_atomically(out / "README.md", card.encode())
+    copy_files(run.base, out, LICENCE_FILES)
+    write_sentence_transformers(
+        out,
+        trained,
+        tokenizer=run.tokenizer,
+        fitted=run.index / manifest.files / FITTED,
+        dtype=dtype,
+    )
+
+
+def _write_huggingface(run: RunFolder, out: Path, trained: Trained, dtype: StoredType) -> None:
+    from farspan.report import model_card
+    from farspan.report.history import open_run
+    from farspan.runtime.model.huggingface import export_model as write_model
+
+    out.mkdir(parents=True, exist_ok=True)
+    card = model_card.model_card(open_run(run.path), trained.step)
+    write_atomically(out / "README.md", card.encode())
+    copy_files(run.base, out, LICENCE_FILES)
+    write_model(
+        out,
+        trained.model.state_dict(),
+        trained.model.spec,
+        tokenizer=run.tokenizer,
+        end_of_text=trained.tokenizer.end_of_text,
+        dtype=dtype,
+        base=run.base if keeps_tokenizer(run.base) else None,
+    )

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from farspan.app.clusters import first_device, given_cluster
 from farspan.app.preflight_checks import check_gpus, require_torch
 from farspan.app.updates import Note, Progress, ignore_update, note_reporter
+from farspan.corpus.hub_models import find_model_folder
 from farspan.domain.cluster import Cluster
 from farspan.domain.config import ParallelConfig, RunConfig
 from farspan.domain.corpus import CorpusManifest
@@ -22,6 +23,7 @@ from farspan.domain.probe_requests import ProbeResult
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.run import make_cache_folder
 from farspan.domain.train import TrainSpec
+from farspan.models._base_files import has_chat_template
 
 if TYPE_CHECKING:
     from farspan.launch.probe_client import Probe
@@ -29,6 +31,11 @@ if TYPE_CHECKING:
 
 #: Seconds of trial steps in each precision.
 PROBE_S = 3.0
+CHAT_NOTE = (
+    "the model has a chat template, so it was trained to follow instructions: plain text makes it "
+    "forget them. To restore that, train the exported folder on chats: docs/models.md, Chat "
+    "templates"
+)
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,6 +139,8 @@ def resolve_run(config: RunConfig, progress: Progress = ignore_update, *, trial:
                 model, train, cluster, engine, precisions
             ),
         )
+    if config.model.path is not None and has_chat_template(find_model_folder(config.model.path)):
+        progress(Note(CHAT_NOTE))
     return Resolved(
         model=settled.model,
         train=settled.train,

@@ -213,7 +213,7 @@ def _fetch_run_files(run: RunFolder, copy: CopiedRun, files: dict[str, int]) -> 
         if files[name] > most:
             raise CopyError(f"{name} has more than {format_bytes(most)}")
         target = run.path / name
-        target.parent.mkdir(exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         copy.fetch_file(name, target, files[name])
 
 

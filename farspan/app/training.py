@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from farspan.app import clusters
+from farspan.app.base_model import describe_base, keep_base
 from farspan.app.configs import refuse_edited, refuse_other
 from farspan.app.copy_places import refuse_unusable_places, shared_disk
 from farspan.app.corpora import bring_corpus
@@ -90,10 +91,11 @@ def make_run(
     # Again: it may have been made while this run was planned.
     refuse_existing(path, command("train", "run.yaml", "--run", f"{path}-2"))
     run = RunFolder(path)
-    initial = None
+    initial = base = None
     initial_weights = ""
     if config.model.path:
         initial = str(find_model_folder(config.model.path, weights=True).resolve())
+        base = describe_base(config, Path(initial))
         if plan.model.lora:
             initial_weights = hash_weights(Path(initial))
     created = datetime.now(UTC).isoformat(timespec="seconds")
@@ -117,6 +119,8 @@ def make_run(
         run.make()
         write_atomically(run.corpus, to_json(resolved.corpus))
         write_atomically(run.tokenizer, (resolved.corpus_folder / "tokenizer.json").read_bytes())
+        if initial is not None and base is not None:
+            keep_base(run, Path(initial), base)
         write_planned(run, planned, config, record)
     except BaseException:
         # Half a run would be in the way of the same command.

@@ -31,12 +31,21 @@ def use_cache_if_unreachable() -> Iterator[str | None]:
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
-    fault = "HF_HUB_OFFLINE is set" if before else _find_fault(constants.ENDPOINT)
+    fault = find_fault()
+    if fault is not None and not before:
+        fault += ", and the cache does not have it"
     constants.HF_HUB_OFFLINE = before or fault is not None
     try:
         yield fault
     finally:
         constants.HF_HUB_OFFLINE = before
+
+
+def find_fault() -> str | None:
+    """Return why the hub cannot be asked; None where it can."""
+    from huggingface_hub import constants
+
+    return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _find_fault(constants.ENDPOINT)
 
 
 def _find_fault(endpoint: str) -> str | None:
@@ -52,11 +61,7 @@ def _find_fault(endpoint: str) -> str | None:
     )
     if fault is None and not url.scheme.startswith("socks"):  # Which urllib does not speak.
         fault = _fault_in_time(lambda: _send_head(endpoint), _ANSWER_S)
-    return (
-        f"{host}:{port} cannot be reached ({fault}), and the cache does not have it"
-        if fault
-        else None
-    )
+    return f"{host}:{port} cannot be reached ({fault})" if fault else None
 
 
 def _fault_in_time(attempt: Callable[[], None], seconds: float) -> str | None:

@@ -13,8 +13,13 @@ from farspan.domain.struct_files import missing_path
 
 #: An owner and a name, as huggingface_hub checks them.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z", re.ASCII)
-#: What farspan reads of a model. Pickled weights are never fetched.
-_TEXT_FILES = ("*.json", "merges.txt")
+#: What farspan reads of a model, and what an export of a continued one keeps: its card, licence
+#: and chat templates. Pickled weights are never fetched.
+_TEXT_FILES = (
+    *("*.json", "*.jinja", "merges.txt", "tokenizer.model", "README.md"),
+    *("LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "USE_POLICY*", "USE-POLICY*"),
+    *("License*", "Licence*", "Copying*", "Notice*", "license*", "licence*", "notice*"),
+)
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 
 

@@ -9,6 +9,8 @@ import msgspec
 
 #: Types of exported weights; the last two are those of GGUF files alone.
 WeightType = Literal["fp32", "bf16", "fp16", "q8_0"]
+#: Types of the weights in a Hugging Face folder.
+StoredType = Literal["fp32", "bf16", "fp16"]
 
 
 class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

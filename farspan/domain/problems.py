@@ -65,6 +65,7 @@ EXIT_CODES = {
     "copy-unusable": 60,
     "fabric-unusable": 66,
     "slice-failed": 67,
+    "hub-unusable": 68,
     "interrupted": 130,
 }
 

@@ -174,6 +174,9 @@ class RunFolder:
         self.events = path / "events.jsonl"
         #: Plans that the run followed before, by their hash.
         self.plans = path / "plans"
+        #: The small files of the model that the run continues (`models._base_files`); not there
+        #: where it continues none.
+        self.base = path / "base"
         self.checkpoints = path / "checkpoints"
         self.best = path / "checkpoints" / "best"
         self.logs = path / "logs"

@@ -22,6 +22,7 @@ from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.struct_files import load, parse_json
 from farspan.domain.units import format_bytes
 from farspan.launch.copies import CopyError, CopyPlace
+from farspan.models._base_files import TEMPLATES
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"
@@ -48,6 +49,7 @@ COPIED_FILE = re.compile(r"part-\d{1,10}\.safetensors|manifest\.json")
 OTHER_FILE = re.compile(
     rf"corpus/({'|'.join(TOKEN_FILES)})|plans/[0-9a-f]{{16}}\.json"
     r"|initial/[^/\0]{1,200}\.(json|safetensors)"
+    rf"|base/({TEMPLATES}/)?[A-Za-z0-9_][^/\0]{{0,199}}"
 )
 
 

@@ -31,8 +31,9 @@ from farspan.launch.copied_run import (
     outdated_files,
 )
 from farspan.launch.copies import CopyError, CopyPlace
-from farspan.launch.run_folder_transfer import MODEL_FILES, resolve_inside
+from farspan.launch.run_folder_transfer import MODEL_FILES
 from farspan.launch.transfer_pacing import COPIES_SHARE, PacedReader, Pacer, automatic_rate
+from farspan.models._base_files import resolve_inside
 
 #: The folder in a run's that holds hard links to what is being copied: rank 0 may delete it
 #: meanwhile.
@@ -184,6 +185,10 @@ def _list_fixed_files(run: RunFolder) -> dict[str, Path]:
         for path in sorted(initial.iterdir()):
             if path.suffix in MODEL_FILES and path.is_file():
                 files[f"initial/{path.name}"] = resolve_inside(path, initial)
+    for path in sorted(run.base.rglob("*")):
+        if path.is_file():
+            name = path.relative_to(run.base).as_posix()
+            files[f"{run.base.name}/{name}"] = resolve_inside(path, run.base)
     return files
 
 

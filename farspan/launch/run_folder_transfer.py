@@ -13,7 +13,6 @@ import msgspec
 from farspan.corpus import find_prepared, token_files
 from farspan.domain.cluster import Cluster, Host
 from farspan.domain.corpus import TOKEN_FILES, CorpusManifest, token_file_sizes
-from farspan.domain.escapes import shell_word
 from farspan.domain.file_transfer import send_files
 from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan
@@ -23,6 +22,7 @@ from farspan.domain.struct_files import load, missing_path, to_json
 from farspan.launch.checkpoint_mirror import CheckpointMirror, FlawOf
 from farspan.launch.hosts import ask_shell, quote_path, start_shell
 from farspan.launch.processes import run_folder
+from farspan.models._base_files import resolve_inside
 
 #: Events are asked for this often; a question takes a process, and over ssh a connection.
 PULL_S = 1.0
@@ -198,22 +198,3 @@ def remote_run(
         if host.name == plan.devices[0].host and host.folder is not None:
             return RemoteRun(host, plan, run, run_folder(host, plan, run), flaw_of)
     return None
-
-
-def resolve_inside(path: Path, folder: Path) -> Path:
-    """Resolve a file name in a model's folder. In the cache of Hugging Face all files are
-    links to `blobs` of the same model. Raises Refusal (path-unusable) for a link out of the model,
-    which would send what is there."""
-    real = path.resolve()
-    whole = folder.resolve()
-    snapshots = whole.parent
-    in_cache = snapshots.name == "snapshots" and real.is_relative_to(snapshots.parent / "blobs")
-    if not (in_cache or real.is_relative_to(whole)):
-        raise Refusal(
-            "path-unusable",
-            what="a file of the model is a link that leads out of its folder",
-            where=path,
-            fact=f"it leads to {real}, which would be sent to another host",
-            remedy=f"cp --remove-destination {shell_word(real)} {shell_word(path)}",
-        )
-    return real

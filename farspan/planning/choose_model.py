@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from farspan import models
-from farspan.corpus.hub_models import find_model_folder, is_hub_id
+from farspan.corpus.hub_models import find_model_folder
 from farspan.domain.cluster import Cluster
 from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
@@ -21,7 +21,6 @@ from farspan.domain.model import Lora, ModelSpec, count_parameters
 from farspan.domain.problems import Refusal
 from farspan.domain.units import format_bytes, format_count, format_seconds, parse_fraction
 from farspan.models._adapters import max_rank
-from farspan.models._weight_files import list_weight_files, read_shapes
 from farspan.planning.quantities import (
     SIZES,
     asked_parameters,
@@ -80,9 +79,6 @@ def choose_model(
 def _from_folder(config: RunConfig, corpus: CorpusManifest) -> ChosenModel:
     folder = find_model_folder(str(config.model.path))
     spec = models.read_config(folder)
-    if not is_hub_id(str(config.model.path)):  # Of the hub's, weights are fetched for training.
-        for file in list_weight_files(folder):
-            read_shapes(file)
     if spec.vocab_size < corpus.vocab_size:
         raise Refusal(
             "tokenizer-mismatch",

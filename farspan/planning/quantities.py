@@ -25,6 +25,7 @@ from farspan.domain.problems import Refusal
 from farspan.domain.struct_files import missing_path
 from farspan.domain.suggest import advise, any_of
 from farspan.domain.units import is_bare, parse_count, parse_duration, parse_fraction, parse_rate
+from farspan.models._weight_files import locate_weights
 from farspan.planning.model_speed import hourly_price
 from farspan.planning.size import KNOBS
 
@@ -272,6 +273,8 @@ def check_quantities(config: RunConfig) -> None:
             raise missing_path(folder)
         if config.tokenizer == TokenizerConfig():
             _require_tokenizer(folder)
+        # Of the hub's models, weights are fetched for training.
+        locate_weights(folder, models.read_config(folder))
     _check_adapters(config)
     for keys in EXCLUSIVE:
         values = {key: attrgetter(key.replace("global", "global_"))(config) for key in keys}

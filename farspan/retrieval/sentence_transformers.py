@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Literal
 
+from farspan.domain.model import StoredType
 from farspan.domain.struct_files import missing_path, write_atomically
 from farspan.retrieval.index import FITTED
 from farspan.runtime.inference import Trained
@@ -28,7 +28,7 @@ def write_sentence_transformers(
     *,
     tokenizer: Path,
     fitted: Path,
-    dtype: Literal["fp32", "bf16"] = "fp32",
+    dtype: StoredType = "fp32",
 ) -> None:
     """Write a folder that `SentenceTransformer(folder, trust_remote_code=True)` loads as an
     embedder's vectors.

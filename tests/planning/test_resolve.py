@@ -149,11 +149,20 @@ def test_a_hugging_face_folder_gives_its_shape(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     assert refused({"model": {"path": str(tmp_path)}}).code == "path-missing"
     weights = tmp_path / "model.safetensors"
-    entry = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
-    header = json.dumps({"model.norm.weight": entry}).encode()
-    weights.write_bytes(len(header).to_bytes(8, "little") + header + bytes(15))
+    entries = {}
+    end = 0
+    for tensor in models.family("llama").tensors(spec):
+        for name, rows in zip(tensor.theirs, tensor.rows, strict=True):
+            columns = spec.d_ff if "down_proj" in name else spec.d_model
+            shape = [rows] if "norm" in name else [rows, columns]
+            size = 4 * math.prod(shape)
+            entries[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + size]}
+            end += size
+    header = json.dumps(entries).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(end)
+    weights.write_bytes(content[:-1])
     assert "its end is missing, 1 byte" in refused({"model": {"path": str(tmp_path)}}).fact
-    weights.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    weights.write_bytes(content)
     found = run({"model": {"path": str(tmp_path), "context": 32}})
     assert found.model == spec and found.train.seq_len == 32
     assert found.train.optimizer.lr == pytest.approx(

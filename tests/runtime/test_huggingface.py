@@ -278,8 +278,8 @@ def test_published_knobs_give_the_same_logits_and_come_back_bit_by_bit(
     # What is exported has the same tensors, and reads as the same model.
     export(tmp_path / "ours", ours, tokenizer)
     assert huggingface.read_model(tmp_path / "ours")[0] == spec
-    before = load_file(tmp_path / "theirs" / huggingface.WEIGHTS_FILE)
-    after = load_file(tmp_path / "ours" / huggingface.WEIGHTS_FILE)
+    before = load_file(tmp_path / "theirs" / _weight_files.WEIGHTS_FILE)
+    after = load_file(tmp_path / "ours" / _weight_files.WEIGHTS_FILE)
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], before[name]) for name in before)
     again = transformers.AutoModelForCausalLM.from_pretrained(
@@ -443,7 +443,7 @@ def test_an_exported_folder_is_a_tokenizer_with_the_same_ids_and_exports_as_itse
         "config.json",
         "generation_config.json",
         "tokenizer_config.json",
-        huggingface.WEIGHTS_FILE,
+        _weight_files.WEIGHTS_FILE,
     ):
         assert (second / name).read_bytes() == (first / name).read_bytes()
     assert json.loads((second / "tokenizer.json").read_text()) == json.loads(
@@ -457,10 +457,10 @@ def test_files_of_the_bare_model_are_read(tmp_path, tokenizer):
     folder = export(tmp_path / "hf", model, tokenizer)
     bare = {
         n.removeprefix("transformer."): t
-        for n, t in load_file(folder / huggingface.WEIGHTS_FILE).items()
+        for n, t in load_file(folder / _weight_files.WEIGHTS_FILE).items()
     }
     bare["h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
-    save_file(bare, folder / huggingface.WEIGHTS_FILE)
+    save_file(bare, folder / _weight_files.WEIGHTS_FILE)
     _, state = huggingface.read_model(folder)
     assert all(torch.equal(state[n], p) for n, p in model.named_parameters())
 
@@ -527,7 +527,7 @@ def test_a_tied_config_with_another_head_is_refused(tmp_path, tokenizer):
 
 def test_pickled_damaged_and_missing_weights_are_refused(tmp_path, tokenizer):
     folder = export(tmp_path / "hf", decoder(build("gpt2")), tokenizer)
-    weights = folder / huggingface.WEIGHTS_FILE
+    weights = folder / _weight_files.WEIGHTS_FILE
     weights.write_bytes(weights.read_bytes()[:-100])
     assert refusal(folder).code == "model-unsupported"
     weights.rename(folder / "pytorch_model.bin")
@@ -553,7 +553,7 @@ def test_a_wrong_end_of_text_is_refused(tmp_path, tokenizer):
 def test_weights_with_more_values_than_the_model_are_refused_unread(tmp_path, tokenizer):
     """A file of holes: a terabyte by its header, a few kB on the disk."""
     folder = export(tmp_path / "hf", decoder(build("gpt2")), tokenizer)
-    weights = folder / huggingface.WEIGHTS_FILE
+    weights = folder / _weight_files.WEIGHTS_FILE
     size = 2**40
     entry = {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}
     header = json.dumps({"transformer.wte.weight": entry}).encode()
@@ -566,6 +566,6 @@ def test_weights_with_more_values_than_the_model_are_refused_unread(tmp_path, to
 @pytest.mark.parametrize("length", [0, 3, 2**24 + 1, 2**63])
 def test_weights_with_a_header_of_absurd_length_are_refused(length, tmp_path, tokenizer):
     folder = export(tmp_path / "hf", decoder(build("gpt2")), tokenizer)
-    weights = folder / huggingface.WEIGHTS_FILE
+    weights = folder / _weight_files.WEIGHTS_FILE
     weights.write_bytes(length.to_bytes(8, "little") + b"{}" * 100)
     assert refusal(folder).code == "model-unsupported"

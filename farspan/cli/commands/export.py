@@ -42,9 +42,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype",
-        choices=("fp32", "bf16", "fp16", "q8_0"),
-        default="fp32",
-        help="of the weights; fp16 and q8_0 are for gguf alone (default: fp32)",
+        metavar="TYPE",
+        help=(
+            "of the weights: fp32, bf16, fp16, or q8_0 for gguf alone (default: that of the model\n"
+            "which the run continues, else fp32)"
+        ),
+    )
+    parser.add_argument(
+        "--push",
+        metavar="OWNER/NAME",
+        help=(
+            "upload the folder to this repository of the Hugging Face hub, which is private; the\n"
+            "token is HF_TOKEN, or that of `hf auth login`"
+        ),
+    )
+    parser.add_argument(
+        "--public", action="store_true", help="with --push: everybody may read the repository"
     )
 
 
@@ -53,8 +66,23 @@ def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.app.model_use import export_model
 
     target = Path(given.out) if given.out else None
-    out, step = export_model(folder, target, dtype=given.dtype, format=given.format)
-    load = _LOADS[given.format].format(str(out))
-    console.write_line(f"wrote {out}; load it with {load}")
-    answer = {"run": str(folder.path), "folder": str(out), "step": step}
+    exported = export_model(
+        folder,
+        target,
+        dtype=given.dtype,
+        format=given.format,
+        push=given.push,
+        public=given.public,
+    )
+    out = str(exported.path)
+    load = _LOADS[given.format].format(out)
+    answer = {"run": str(folder.path), "folder": out, "step": exported.step}
+    kind = ""
+    if exported.dtype != "fp32":
+        kind = f" in {exported.dtype}"
+        answer["dtype"] = exported.dtype
+    console.write_line(f"wrote {out}{kind}; load it with {load}")
+    if exported.url is not None:
+        console.write_line(f"uploaded it to {exported.url}")
+        answer["url"] = exported.url
     console.answer(answer)

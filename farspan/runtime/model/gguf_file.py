@@ -61,6 +61,7 @@ def write_gguf(
     end_of_text: int,
     name: str,
     kind: WeightType = "fp32",
+    chat_template: str | None = None,
 ) -> None:
     """Write a GGUF file of a model; the arguments are those of `huggingface.export_model`.
 
@@ -75,6 +76,8 @@ def write_gguf(
     writer.add_name(name)
     _add_sizes(writer, spec)
     _add_tokenizer(writer, spec, tokenizer, end_of_text)
+    if chat_template is not None:
+        writer.add_chat_template(chat_template)
     whole = gguf.GGMLQuantizationType.F32
     asked = gguf.GGMLQuantizationType[_TYPES[kind]]
     writer.add_file_type(

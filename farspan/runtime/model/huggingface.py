@@ -4,24 +4,30 @@ never opened."""
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from farspan import models
 from farspan.corpus import tokenizer as tokenizers
-from farspan.domain.model import ModelSpec, count_parameters
+from farspan.domain.model import ModelSpec, StoredType
 from farspan.domain.problems import Refusal
 from farspan.domain.struct_files import read_bytes, write_atomically
 from farspan.models import Family
-from farspan.models._weight_files import WEIGHTS_FILE, list_weight_files, misfit, read_shapes
+from farspan.models._base_files import GENERATION_CONFIG, TOKENIZER_FILES, copy_files
+from farspan.models._weight_files import WeightPlaces, locate_weights, misfit
 from farspan.runtime.model.decoder import parameter_shapes
+from farspan.runtime.model.weight_shards import MAX_SHARD_BYTES, OutTensor, write_weights
+
+TORCH_TYPES: dict[StoredType, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 def export_model(
@@ -31,24 +37,46 @@ def export_model(
     *,
     tokenizer: Path,
     end_of_text: int,
-    dtype: Literal["fp32", "bf16"] = "fp32",
+    dtype: StoredType = "fp32",
+    base: Path | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write a folder that transformers' `AutoModelForCausalLM` and `AutoTokenizer` load.
 
     Its tokenizer begins every text with the end of text, as training and `generate` do, so that
     transformers writes after a prompt what farspan writes. `state` holds our parameter names (a
     Decoder's `state_dict()`); `tokenizer` is a tokenizer.json; `end_of_text` is the token id that
-    ends documents. Weights are written last, so that a folder with weights is whole.
+    ends documents. `base` has the files of a model that was continued: its tokenizer, chat template
+    and special tokens are exported byte by byte instead. Weights are written last, so that a folder
+    with weights is whole; above `max_shard_bytes` they are several files.
     """
     family = models.family(spec.family)
-    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    kind = TORCH_TYPES[dtype]
     ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+    if base is not None:
+        ends = _read_special_ids(base) or ends
     folder.mkdir(parents=True, exist_ok=True)
     config = family.to_config(spec) | ends
     config["torch_dtype"] = str(kind).removeprefix("torch.")
     _write_json(folder / "config.json", config)
+    if base is None:
+        _write_tokenizer(folder, tokenizer, end_of_text, spec.context)
+    else:
+        copy_files(base, folder, TOKENIZER_FILES)
+        copy_files(base, folder, (GENERATION_CONFIG,))
+    if not (folder / GENERATION_CONFIG).exists():
+        # Rows of the model's vocabulary that stand for no token are never generated.
+        generation: dict[str, Any] = {"pad_token_id": end_of_text} | ends
+        unused = list(range(tokenizers.load_tokenizer(tokenizer).vocab_size, spec.vocab_size))
+        if unused:
+            generation |= {"suppress_tokens": unused}
+        _write_json(folder / GENERATION_CONFIG, generation)
+    mode = (folder / "config.json").stat().st_mode
+    write_weights(folder, list(_list_tensors(family, spec, state)), kind, max_shard_bytes, mode)
 
-    # The tokenizer puts the end of text before every text, and nothing else anywhere.
+
+def _write_tokenizer(folder: Path, tokenizer: Path, end_of_text: int, context: int) -> None:
+    """Write a tokenizer that puts the end of text before every text, and nothing else anywhere."""
     words = json.loads(read_bytes(tokenizer))
     end = _special_token(words, end_of_text)
     first, second = (
@@ -69,80 +97,83 @@ def export_model(
         "unk_token": end,
         "add_bos_token": True,
         "split_special_tokens": True,
-        "model_max_length": spec.context,
+        "model_max_length": context,
         "clean_up_tokenization_spaces": False,
     }
     _write_json(folder / "tokenizer_config.json", tokenizer_config)
 
-    # Rows of the model's vocabulary that stand for no token are never generated.
-    generation: dict[str, Any] = ends | {"pad_token_id": end_of_text}
-    unused = list(range(tokenizers.load_tokenizer(tokenizer).vocab_size, spec.vocab_size))
-    if unused:
-        generation |= {"suppress_tokens": unused}
-    _write_json(folder / "generation_config.json", generation)
 
-    tensors = {}
+def _read_special_ids(base: Path) -> dict[str, Any]:
+    """Return the ids of special tokens that the config.json of a continued model has."""
+    config = json.loads(read_bytes(base / "config.json"))
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {key: config[key] for key in keys if config.get(key) is not None}
+
+
+def _list_tensors(
+    family: Family, spec: ModelSpec, state: Mapping[str, Tensor]
+) -> Iterator[OutTensor]:
+    """List the tensors of an exported folder, by their names there."""
     for entry in family.tensors(spec):
-        own = state[entry.ours].detach().cpu()
-        for name, part in zip(entry.theirs, own.split(list(entry.rows)), strict=True):
+        parts = state[entry.ours].detach().split(list(entry.rows))
+        for name, part in zip(entry.theirs, parts, strict=True):
             if entry.heads is not None:
                 part = swap_leading(part, 3, entry.heads)
-            tensor = part.t() if entry.transpose else part
-            # Copies, since safetensors refuses shared memory.
-            tensors[name] = tensor.clone(memory_format=torch.contiguous_format).to(kind)
-    write_tensors(folder / WEIGHTS_FILE, tensors, like=folder / "config.json")
+            yield OutTensor(name, part.t() if entry.transpose else part)
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor], *, like: Path) -> None:
-    """Write a safetensors file, whole or not at all, that may be read by those who may read
-    another: the library makes files for their owner alone."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    save_file(tensors, temporary, metadata={"format": "pt"})
-    temporary.chmod(like.stat().st_mode)
-    temporary.replace(path)
-
-
-def read_model(folder: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
+def read_model(folder: Path) -> tuple[ModelSpec, Mapping[str, Tensor]]:
     """Return the spec of a Hugging Face folder and its weights by our names, in the file's dtype.
+    Each is read when it is asked for, so no more than one is held.
 
     Refuses architectures and options that farspan does not compute, pickled weights, and tensors
     that are missing, left over or of another shape (model-unsupported), and files that do not exist
     (path-missing).
     """
     spec = models.read_config(folder)
-    family = models.family(spec.family)
-    tensors = _load_tensors(list_weight_files(folder), folder, family, spec)
-    head_name = f"{family.HEAD}.weight"
-    # Files of the bare model, without its head, lack the prefix of names.
-    if not any(name.startswith(family.PREFIX) for name in tensors):
-        tensors = {
-            name if name == head_name else family.PREFIX + name: tensor
-            for name, tensor in tensors.items()
-        }
-    shapes = parameter_shapes(spec)
-    state = {}
-    for entry in family.tensors(spec):
+    return spec, FolderWeights(spec, locate_weights(folder, spec))
+
+
+class FolderWeights(Mapping[str, Tensor]):
+    """The weights of a Hugging Face folder by our names, read one by one."""
+
+    def __init__(self, spec: ModelSpec, places: WeightPlaces) -> None:
+        self._places = places
+        self._maps = {entry.ours: entry for entry in models.family(spec.family).tensors(spec)}
+        self._shapes = parameter_shapes(spec)
+
+    def __getitem__(self, ours: str) -> Tensor:
+        entry = self._maps[ours]
         parts = []
         for name in entry.theirs:
-            if name not in tensors:
-                raise misfit(folder, f"tensor {name!r} is missing")
-            part = tensors.pop(name)
+            part = self._read_tensor(name)
             parts.append(part.t() if entry.transpose else part)
+        # A copy, so that the file is unmapped.
         tensor = torch.cat(parts)
-        shape = shapes[entry.ours]
+        shape = self._shapes[ours]
         if tensor.shape != shape:
             sources = " + ".join(entry.theirs)
-            fact = f"{sources} gives {list(tensor.shape)}, config.json {list(shape)}"
-            raise misfit(folder, fact)
+            path, _ = self._places.file_of(entry.theirs[0])
+            raise misfit(path, f"{sources} gives {list(tensor.shape)}, config.json {list(shape)}")
         if entry.heads is not None:
             tensor = swap_leading(tensor, entry.heads, 3)
-        state[entry.ours] = tensor.contiguous()
-    head = tensors.get(head_name)
-    if spec.tied and head is not None and torch.equal(head, state["tok.weight"]):
-        del tensors[head_name]
-    if tensors:
-        raise misfit(folder, f"tensor {min(tensors)!r} is left over")
-    return spec, state
+        return tensor.contiguous()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._maps)
+
+    def __len__(self) -> int:
+        return len(self._maps)
+
+    def _read_tensor(self, name: str) -> Tensor:
+        """Map a tensor of the family's map from its file."""
+        path, stored_name = self._places.file_of(name)
+        try:
+            with safe_open(path, "pt") as file:
+                tensor: Tensor = file.get_tensor(stored_name)
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise misfit(path, f"the file is damaged: {error}") from None
+        return tensor
 
 
 def swap_leading(x: Tensor, outer: int, inner: int) -> Tensor:
@@ -150,37 +181,6 @@ def swap_leading(x: Tensor, outer: int, inner: int) -> Tensor:
     k and v of each head as the heads of each of q, k and v, and back."""
     runs = x.unflatten(0, (outer, inner, -1))
     return runs.transpose(0, 1).flatten(0, 2)
-
-
-def _load_tensors(
-    files: list[Path], folder: Path, family: Family, spec: ModelSpec
-) -> dict[str, Tensor]:
-    """Return the tensors of all files but buffers.
-
-    Raises Refusal for a damaged file, and before any tensor is read for files that hold more values
-    than the model has.
-    """
-    tensor_names: dict[Path, list[str]] = {}
-    count = 0
-    for path in files:
-        tensor_names[path] = []
-        for name, shape in read_shapes(path).items():
-            if not name.endswith(family.BUFFERS):
-                tensor_names[path].append(name)
-                count += math.prod(shape)
-    # A tied head may be stored in addition.
-    most = count_parameters(spec) + spec.vocab_size * spec.d_model
-    if count > most:
-        raise misfit(folder, f"the files hold {count:,} values, config.json {most:,} at most")
-    tensors = {}
-    for path in files:
-        try:
-            with safe_open(path, "pt") as file:
-                for name in tensor_names[path]:
-                    tensors[name] = file.get_tensor(name)
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise misfit(path, f"the file is damaged: {error}") from None
-    return tensors
 
 
 def _special_token(words: dict[str, Any], end_of_text: int) -> str:

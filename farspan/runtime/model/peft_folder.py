@@ -6,17 +6,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
-import torch
 from torch import Tensor
 
 from farspan import models
-from farspan.domain.model import ModelSpec
+from farspan.domain.model import ModelSpec, StoredType
 from farspan.domain.struct_files import write_atomically
 from farspan.models._adapters import PROJECTIONS
-from farspan.runtime.model.huggingface import swap_leading, write_tensors
+from farspan.runtime.model.huggingface import TORCH_TYPES, swap_leading
 from farspan.runtime.model.linear import A_SUFFIX, B_SUFFIX, adapter_parts
+from farspan.runtime.model.weight_shards import OutTensor, write_tensors
 
 CONFIG_FILE = "adapter_config.json"
 ADAPTERS_FILE = "adapter_model.safetensors"
@@ -30,13 +29,12 @@ def write_adapters(
     spec: ModelSpec,
     *,
     base: str,
-    dtype: Literal["fp32", "bf16"] = "fp32",
+    dtype: StoredType = "fp32",
 ) -> None:
     """Write a folder that `PeftModel.from_pretrained` loads onto `base`, a folder or an id of the
     hub. `adapters` have our parameter names. Weights are written last."""
     assert spec.lora
-    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    tensors: dict[str, Tensor] = {}
+    tensors = list[OutTensor]()
     modules = dict[str, None]()
     transposed = False
     for entry in models.family(spec.family).tensors(spec.base):
@@ -51,8 +49,8 @@ def write_adapters(
             module = weight.removesuffix(".weight")
             if entry.heads is not None:
                 b = swap_leading(b, 3, entry.heads)
-            tensors[f"{PREFIX}{module}.lora_A.weight"] = a.contiguous().to(kind)
-            tensors[f"{PREFIX}{module}.lora_B.weight"] = b.contiguous().to(kind)
+            tensors.append(OutTensor(f"{PREFIX}{module}.lora_A.weight", a))
+            tensors.append(OutTensor(f"{PREFIX}{module}.lora_B.weight", b))
             modules[_name_in_block(module)] = None
     config = {
         "peft_type": "LORA",
@@ -69,7 +67,8 @@ def write_adapters(
     }
     content = json.dumps(config, indent=2).encode() + b"\n"
     write_atomically(folder / CONFIG_FILE, content)
-    write_tensors(folder / ADAPTERS_FILE, tensors, like=folder / CONFIG_FILE)
+    mode = (folder / CONFIG_FILE).stat().st_mode
+    write_tensors(folder / ADAPTERS_FILE, tensors, TORCH_TYPES[dtype], mode)
 
 
 def _name_in_block(module: str) -> str:
