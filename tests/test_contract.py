@@ -144,6 +144,7 @@ WRITING_NAMES = {
 WRITING_MODE = re.compile("[wa]b?[+]?|r[+]b?|rb[+]")
 #: Files that write so, and why no link can be in the way.
 LINKLESS = {
+    "app/track_process.py": "the null device",
     "cli/main.py": "the null device",
     "corpus/archives.py": "into a temporary folder",
     "corpus/documents.py": "into a file that `open_own` has opened",

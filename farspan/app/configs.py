@@ -21,7 +21,7 @@ from farspan.domain.struct_files import convert, load, load_yaml, parse_yaml
 CHANGED_DEFAULTS = {"train.compile": (False, "auto")}
 #: Read again at each start, as are where the index lies and what answers from it, and which lab is
 #: entered.
-READ_AGAIN = ("on_fault", "checkpoint.copy", "checkpoint.copy_rate")
+READ_AGAIN = ("on_fault", "checkpoint.copy", "checkpoint.copy_rate", "train.trackers")
 
 
 def make_config(data: str | os.PathLike[str] | RunConfig, **keys: Any) -> RunConfig:

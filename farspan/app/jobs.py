@@ -152,7 +152,7 @@ def remove_unbegun(run: RunFolder) -> None:
     for file in run.files:
         with suppress(OSError):
             file.unlink()
-    for folder in (run.logs, run.tensorboard, run.checkpoints, run.base):
+    for folder in (run.logs, run.tensorboard, run.trackers, run.checkpoints, run.base):
         shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):
         run.path.rmdir()

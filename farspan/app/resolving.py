@@ -111,9 +111,11 @@ def resolve_run(config: RunConfig, progress: Progress = ignore_update, *, trial:
     """
     from farspan.planning import model_speed
     from farspan.planning.resolve import resolve_config as resolve_config
+    from farspan.report.trackers import require_trackers
     from farspan.retrieval.stores import resolve as resolve_store
 
     resolve_store(config.index.store)
+    require_trackers(config.train.trackers)
     allowed_techniques(config.parallel)
     engine = find_engine("farspan")
     given = given_cluster(config, reach=trial)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import errno
 import secrets
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -31,19 +29,17 @@ from farspan.app.plans import (
 from farspan.app.preflight_checks import refuse_existing, require_torch
 from farspan.app.reporting import Report, write_report
 from farspan.app.resolving import resolve_run
+from farspan.app.tracking import tracking_run
 from farspan.app.updates import Ended, Note, Progress, ignore_update, note_reporter
 from farspan.corpus.hub_models import find_model_folder
 from farspan.domain.config import RunConfig
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import ID_BYTES, RunFolder, RunRecord
-from farspan.domain.run_events import STOP_REASONS, Event, Started, read_events
+from farspan.domain.run_events import STOP_REASONS, Started, read_events
 from farspan.domain.struct_files import load, to_json, write_atomically
 from farspan.domain.units import counted, format_bytes
 from farspan.models._weight_files import hash_weights
 from farspan.report.run_endings import step_of
-
-if TYPE_CHECKING:
-    from farspan.report.tensorboard import TensorBoard
 
 
 def plan_run(
@@ -213,21 +209,19 @@ def train_run(
     is left behind, however it ends.
     """
     from farspan.app.supervisor import Supervisor
-    from farspan.report.tensorboard import TensorBoard
 
     require_torch()
     plan = run.load_plan()
     record = load(run.record, RunRecord)
-    write_event = _event_writer(TensorBoard(run.tensorboard), progress)
     ended = None
     hosts = dict.fromkeys(device.host for device in plan.devices)
     if record.launcher != "local" or len(hosts) > 1:
         workers = f"{counted(len(plan.devices), 'worker')} on {', '.join(hosts)}"
         progress(Note(f"starting {workers} through {record.launcher}"))
     try:
-        with register_job(run):
+        with register_job(run), tracking_run(run, progress) as trackers:
             supervisor = Supervisor(
-                run, progress, write_event, until_done=until_done, without=without
+                run, progress, trackers.take, until_done=until_done, without=without
             )
             ended = supervisor.train_run()
     except BaseException:
@@ -288,21 +282,3 @@ def _has_begun(run: RunFolder) -> bool:
     except Refusal:
         return True
     return any(isinstance(event, Started) for event in events)
-
-
-def _event_writer(board: TensorBoard, progress: Progress) -> Callable[[Event], None]:
-    """Return a function that writes events for TensorBoard until its file cannot be written, which
-    is reported and ends no run."""
-    failed = False
-
-    def show(event: Event) -> None:
-        nonlocal failed
-        if failed:
-            return
-        try:
-            board.show(event)
-        except OSError as error:
-            failed = True
-            progress(Note(f"nothing more is written for TensorBoard: {error.strerror or error}"))
-
-    return show

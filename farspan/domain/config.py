@@ -222,6 +222,9 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     seed: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0
     validate_every: Positive | Literal["auto"] = "auto"
     patience: Literal["auto"] | Annotated[int, msgspec.Meta(ge=0)] = "auto"
+    #: Names of files in `report/trackers/`, one or several; `auto` is TensorBoard where its library
+    #: is installed.
+    trackers: str | tuple[str, ...] = "auto"
 
     @property
     def optimizing(self) -> OptimizerConfig:

@@ -14,6 +14,7 @@ from farspan.domain.escapes import shell_line, shell_word
 CONSTRAINTS = "constraints.txt"
 #: The extra that has a library, where it is not `train`.
 EXTRAS = {
+    "alembic": "mlflow",
     "bm25s": "search",
     "chromadb": "chroma",
     "datasets": "hf",
@@ -24,6 +25,7 @@ EXTRAS = {
     "fastapi": "serve",
     "mcp": "mcp",
     "mcp_types": "mcp",
+    "mlflow": "mlflow",
     "pgvector": "pgvector",
     "psutil": "search",
     "psycopg": "pgvector",
@@ -37,8 +39,11 @@ EXTRAS = {
     "safetensors": "search",
     "sentence_transformers": "st",
     "snowballstemmer": "search",
+    "sqlalchemy": "mlflow",
     "starlette": "serve",
+    "tensorboard": "tensorboard",
     "uvicorn": "serve",
+    "wandb": "wandb",
 }
 
 

@@ -190,6 +190,8 @@ class RunFolder:
         self.slurm_jobs = path / "logs" / "slurm.json"
         self.seal = path / "seal"
         self.tensorboard = path / "tensorboard"
+        #: Which steps each tracker has, and the files of those that are offline.
+        self.trackers = path / "trackers"
         self.report = path / "report.html"
         self.index = path / "index"
         #: Held by the worker of a host that fetches plan and tokens for all of them.

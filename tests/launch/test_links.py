@@ -30,7 +30,6 @@ from farspan.launch.launchers import launch_workers
 from farspan.launch.processes import run_folder
 from farspan.launch.run_folder_transfer import RemoteRun
 from farspan.launch.run_lock import Lease
-from farspan.report.tensorboard import TensorBoard
 from farspan.retrieval.index_work import IndexWork
 from farspan.retrieval.stores import StoreLocation
 from farspan.retrieval.stores import load as load_store
@@ -43,12 +42,10 @@ from farspan_lab.cluster import of_lab
 from farspan_lab.lab import Status
 from tests import tiny
 from tests.launch.test_ends import scripted
-from tests.report.fake_run import START, make_plan, train_events
 from tests.waiting import LIMIT_S
 
 TRAIN = TrainSpec(steps=4, batch=4, seq_len=16, precision="fp32", validate_every=4, seed=3)
 CPU = Device(kind="cpu-avx2", backend="cpu", memory=2**30)
-STARTED = train_events(make_plan(4), first=0, last=4, at=START, reason="done")[0]
 
 
 @pytest.fixture
@@ -108,9 +105,6 @@ WRITERS: dict[str, Callable[[RunFolder], object]] = {
     "logs/rank-1.log": take_place,
     "checkpoints/.step-00000004.tmp/part-00000.safetensors": write_part,
     "index/block.features": embed_block,
-    f"tensorboard/events.out.tfevents.{STARTED.at:017.6f}.farspan": lambda run: TensorBoard(
-        run.tensorboard
-    ).show(STARTED),
 }
 
 
