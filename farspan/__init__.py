@@ -1,5 +1,7 @@
 """farspan: pretrain small language models on your own text with whatever GPUs you have."""
 
+from __future__ import annotations
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -36,6 +36,8 @@ CHECKED_FUNCTIONS = {
     "another_encoder",
     "install_command",
     "install_command_there",
+    "install_packages_command",
+    "_pipx_command",
     "rebuild",
     "rebuild_command",
     "_setting_unit_remedy",

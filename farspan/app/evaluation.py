@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from farspan.app.model_use import export_model
 from farspan.app.updates import Note, Progress, ignore_update, note_reporter
 from farspan.domain.corpus import CorpusManifest
+from farspan.domain.install import install_packages_command
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
 from farspan.domain.struct_files import load as load_struct
@@ -62,7 +63,7 @@ def run_tasks(
             what="--tasks needs the LM Evaluation Harness",
             where=sys.executable,
             fact="lm_eval is not installed there",
-            remedy=f"pip install '{HARNESS}'",
+            remedy=install_packages_command(HARNESS),
         )
     import lm_eval
     from lm_eval.tasks import TaskManager

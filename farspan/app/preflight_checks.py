@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from farspan.domain.config import RunConfig
-from farspan.domain.install import install_command
+from farspan.domain.install import advise_cpu_torch, install_command
 from farspan.domain.problems import Refusal
 from farspan.domain.struct_files import missing_path
 
@@ -21,7 +21,7 @@ def require_torch() -> None:
             "extra-missing",
             what="training needs PyTorch",
             where=sys.executable,
-            fact="torch is not installed there",
+            fact="torch is not installed there" + advise_cpu_torch(),
             remedy=install_command("train"),
         )
 

@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from farspan.domain.cgroup_limits import read_cgroup_limits
 
@@ -33,6 +32,8 @@ def own_cgroup(
     proc: Path = Path("/proc/self"), root: Path = Path("/sys/fs/cgroup")
 ) -> WorkerCgroup | None:
     """Find the group of this process; None where memory is not counted by a group of version 2."""
+    import psutil
+
     try:
         lines = (proc / "cgroup").read_text().splitlines()
     except OSError:

@@ -6,8 +6,6 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
-
 from farspan.domain.memory_kills import WorkerCgroup, cgroup_members, cgroup_oom_kills
 from farspan.domain.worker_exit import KillCause
 
@@ -50,6 +48,8 @@ def _is_own(folder: Path) -> bool:
 
 
 def _is_ours(pid: int) -> bool:
+    import psutil
+
     own = os.getpid()
     if pid == own:
         return True

