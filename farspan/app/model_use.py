@@ -17,6 +17,7 @@ from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.struct_files import load, write_atomically
 from farspan.domain.suggest import known_names
+from farspan.models import read_trained_tokens
 from farspan.models._base_files import (
     LICENCE_FILES,
     copy_files,
@@ -293,4 +294,15 @@ def _write_huggingface(run: RunFolder, out: Path, trained: Trained, dtype: Store
         end_of_text=trained.tokenizer.end_of_text,
         dtype=dtype,
         base=run.base if keeps_tokenizer(run.base) else None,
+        trained_tokens=_count_trained_tokens(run, trained.step),
     )
+
+
+def _count_trained_tokens(run: RunFolder, step: int) -> int | None:
+    """Return the tokens that the weights of a step were trained on, those of the model that the run
+    continues included; None where that does not record them."""
+    tokens = step * run.load_plan().train.tokens_per_step
+    if load_base(run.base) is None:
+        return tokens
+    before = read_trained_tokens(run.base)
+    return None if before is None else before + tokens

@@ -38,6 +38,9 @@ __all__ = [
 
 #: Bytes of a config.json: those of published models have a few kB.
 MAX_CONFIG_BYTES = 1 << 20
+#: Where config.json has facts that farspan alone writes and reads.
+OWN_CONFIG_KEY = "farspan"
+TRAINED_TOKENS = "trained_tokens"
 #: Sizes of a model that is read from a folder, well above the largest that are published.
 MAX_SIZES = {
     "layers": 1024,
@@ -134,6 +137,15 @@ def read_config(folder: Path) -> ModelSpec:
     if len(content) > MAX_CONFIG_BYTES:
         raise _refuse_config(f"{file} is longer than {MAX_CONFIG_BYTES >> 20} MiB")
     return from_config(parse_json(content, dict, file))
+
+
+def read_trained_tokens(folder: Path) -> int | None:
+    """Return the tokens that a model was trained on, where farspan has exported it; None where its
+    config.json, which `read_config` takes, records none."""
+    own = parse_json(read_bytes(folder / "config.json"), dict, folder).get(OWN_CONFIG_KEY)
+    tokens = own.get(TRAINED_TOKENS) if isinstance(own, dict) else None
+    is_count = isinstance(tokens, int) and not isinstance(tokens, bool) and tokens >= 0
+    return tokens if is_count else None
 
 
 def from_config(config: Config) -> ModelSpec:

@@ -120,11 +120,12 @@ def _make_adapter(op: Operator) -> tuple[Operator, Operator]:
         keeps=(read,),
     )
     # Each row of B is multiplied with the part of its own matrix's adapter.
+    weight = Weight(name=f"{op.name}.lora_b", dims=up)
     second = Operator(
         name=f"{op.name}.lora_b",
         kind="matmul",
         einsum=f"bs{RANK_DIM},{up}->{op.output}",
-        weights=(Weight(name=f"{op.name}.lora_b", dims=up),),
+        weights=(weight,),
         keeps=(f"bs{narrow}",),
         adds_to_residual=op.adds_to_residual,
     )

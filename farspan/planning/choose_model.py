@@ -56,6 +56,8 @@ class ChosenModel(msgspec.Struct, frozen=True, kw_only=True):
     seq_len: int
     origin: dict[str, str]
     warnings: tuple[str, ...] = ()
+    #: Of a model that is continued: the tokens it was trained on, where they are known.
+    trained_tokens: int | None = None
 
 
 def choose_model(
@@ -106,7 +108,12 @@ def _from_folder(config: RunConfig, corpus: CorpusManifest) -> ChosenModel:
         **({"model.lora": "run.yaml: train.lora"} if spec.lora else {}),
         "train.seq_len": given_or(config.model.context, "run.yaml: the model's own"),
     }
-    return ChosenModel(model=spec, seq_len=seq_len, origin=origin)
+    return ChosenModel(
+        model=spec,
+        seq_len=seq_len,
+        origin=origin,
+        trained_tokens=models.read_trained_tokens(folder),
+    )
 
 
 def _from_preset(config: RunConfig, corpus: CorpusManifest) -> ChosenModel:

@@ -31,7 +31,7 @@ from farspan.planning.quantities import (
     out_of_range,
     save_every_s,
 )
-from farspan.planning.recipe import apply_recipe, drafted_optimizer
+from farspan.planning.recipe import Continued, apply_recipe, drafted_optimizer
 from farspan.planning.size import FRESH_EPOCHS, SMALLEST, TOKENS_PER_PARAMETER, TOLERANCE
 from farspan.semantics.compile_choice import NO_NVIDIA_GPU, SCALED_LOSS, is_for_gpus
 
@@ -150,13 +150,16 @@ def choose_train(
         best_s = choose_save_interval(cluster, count_parameters(chosen.model))
     if best_s is not None:
         train = replace(train, checkpoint_every_s=best_s)
+    continued = None
+    if config.model.path is not None:
+        continued = Continued(chosen.trained_tokens)
     train, origin = apply_recipe(
         train,
         asked,
         chosen.model,
         epochs,
         step_tokens / workers,
-        is_continued=config.model.path is not None,
+        continued=continued,
     )
     train, modes_from = _choose_modes(config, cluster, train)
     origin |= modes_from

@@ -4,7 +4,7 @@ read."""
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -92,6 +92,9 @@ def studied_recipe(epochs: float, steps: int) -> TrainingRecipe:
 #: that begins at random, with warm-up and decay again (arXiv 2403.08763, which takes all of it for
 #: hundreds of billions of tokens; a tenth is usual for small texts: 5e-5 at 100 M parameters).
 CONTINUED_RATE = 0.1
+#: A model that has read this many tokens a parameter (compute-optimal, arXiv 2203.15556) takes all
+#: of the rate, as one does that goes on with its pretraining; the share falls as it has read more.
+YOUNG_TOKENS = 20.0
 
 
 #: Adapters take this many times the rate of full fine-tuning ("LoRA Without Regret", Schulman et
@@ -101,10 +104,28 @@ LORA_RATE = 10.0
 LORA_DECAY = 0.01
 
 
-def continued_recipe(epochs: float, steps: int) -> TrainingRecipe:
-    """Return the settings for a model that continues with weights of its own: AdamW, which is what
-    most models were trained by (Muon after AdamW gains little, arXiv 2502.16982, section 3.5)."""
-    return replace(studied_recipe(epochs, steps), optimizer="adamw", embedding=1.0)
+class Continued(NamedTuple):
+    """A model that continues with weights of its own: the tokens that these were trained on, where
+    that is known."""
+
+    trained_tokens: int | None = None
+
+    def rate_share(self, parameters: int) -> float:
+        """Return the share of a new model's peak learning rate that it takes."""
+        if not self.trained_tokens:
+            return CONTINUED_RATE
+        share = YOUNG_TOKENS * parameters / self.trained_tokens
+        return max(CONTINUED_RATE, min(1.0, share))
+
+
+def continued_recipe(epochs: float, steps: int, model: Continued) -> TrainingRecipe:
+    """Return the settings for a model that continues with weights of its own: of one that farspan
+    has trained those of a new one, else AdamW, which is what most models were trained by (Muon
+    after AdamW gains little, arXiv 2502.16982, section 3.5)."""
+    recipe = studied_recipe(epochs, steps)
+    if model.trained_tokens is not None:
+        return recipe
+    return replace(recipe, optimizer="adamw", embedding=1.0)
 
 
 def peak_rate(count: int, *, muon: bool = False) -> float:
@@ -128,20 +149,20 @@ def apply_recipe(
     epochs: float,
     device_tokens: float,
     *,
-    is_continued: bool = False,
+    continued: Continued | None = None,
 ) -> tuple[TrainSpec, dict[str, str]]:
     """Return the training with its recipe, for a text that is read in these epochs by devices with
-    `device_tokens` of a step each; and where each value came from. `is_continued`: the model has
+    `device_tokens` of a step each; and where each value came from. `continued`: the model has
     weights of its own."""
     own = asked.optimizing
     recipe_default = f"default: recipe {asked.recipe}"
     if asked.recipe == "plain":
         recipe = PLAIN
-    elif is_continued:
-        recipe = continued_recipe(epochs, train.steps)
+    elif continued is not None:
+        recipe = continued_recipe(epochs, train.steps, continued)
     else:
         recipe = studied_recipe(epochs, train.steps)
-    if is_continued:
+    if continued is not None:
         recipe_default += ", continuing a model"
     if model.lora:
         recipe = replace(recipe, optimizer="adamw", weight_decay=LORA_DECAY)
@@ -173,8 +194,11 @@ def apply_recipe(
     lr = train.optimizer.lr
     if own.lr == "auto":
         lr = peak_rate(count_parameters(model), muon=muon and asked.recipe == "auto")
-        if is_continued:
-            rate = CONTINUED_RATE * (LORA_RATE if model.lora else 1.0)
+        if continued is not None:
+            # Adapters leave the model's weights as they are, however little these were trained.
+            rate = continued.rate_share(count_parameters(model))
+            if model.lora:
+                rate = CONTINUED_RATE * LORA_RATE
             lr = float(f"{lr * rate:.2g}")
         name = "Muon" if muon else "AdamW"
         count = format_count(count_parameters(model))

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from farspan import models
 from farspan.cli.main import main
+from farspan.domain.model import count_parameters
 from farspan.domain.plan import Plan
 from farspan.domain.run import RunFolder
 from farspan.domain.run_events import Validated, read_events
@@ -142,3 +144,38 @@ def test_best_weights_are_those_of_the_model_where_training_made_it_worse(tmp_pa
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert "nats higher" in run_summary(open_run(run.path))
+
+
+def test_own_young_model_continues_at_the_rate_of_a_new_one(tmp_path, text, model):
+    first = train(tmp_path, text, model, "train.steps=2", "train.batch.global=4 sequences")
+    # The tokens of a model of others are not known, so neither are those of its descendants.
+    assert main(["export", str(first.path), "--out", str(tmp_path / "other")]) == 0
+    assert models.read_trained_tokens(tmp_path / "other") is None
+
+    own = tmp_path / "own"
+    own.mkdir()
+    config = own / "run.yaml"
+    config.write_text(
+        f"data: {{source: '{text}', val: 20%}}\n"
+        "tokenizer: {vocab: 300}\n"
+        f"model: {{layers: 2, d_model: 32, heads: 2, context: {SEQ_LEN}}}\n"
+        "train: {steps: 3, batch: {global: 4 sequences}, precision: fp32}\n"
+        "parallel: {technique: data, workers: 1}\n"
+    )
+    assert main(["train", str(config), "--run", str(own / "run")]) == 0
+    assert main(["export", str(own / "run"), "--out", str(own / "model")]) == 0
+    step_tokens = load(own / "run" / "plan.json", Plan).train.tokens_per_step
+    trained = models.read_trained_tokens(own / "model")
+    assert trained in [step * step_tokens for step in (1, 2, 3)]
+
+    (tmp_path / "second").mkdir()
+    second = train(
+        tmp_path / "second", text, own / "model", "train.steps=2", "train.batch.global=4 sequences"
+    )
+    plan = load(second.plan, Plan)
+    optimizer = plan.train.optimizer
+    muon = bool(optimizer.muon)
+    assert optimizer.lr == pytest.approx(peak_rate(count_parameters(plan.model), muon=muon))
+    assert main(["export", str(second.path), "--out", str(tmp_path / "again")]) == 0
+    both = models.read_trained_tokens(tmp_path / "again")
+    assert both is not None and trained <= both <= trained + 2 * step_tokens

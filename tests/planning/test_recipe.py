@@ -12,7 +12,15 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem
 from farspan.domain.struct_files import content_hash
 from farspan.domain.train import Muon, Optimizer, Regularization, Schedule
-from farspan.planning.recipe import MOST_UPDATE, peak_rate, updating_share
+from farspan.planning.recipe import (
+    CONTINUED_RATE,
+    MOST_UPDATE,
+    Continued,
+    continued_recipe,
+    peak_rate,
+    studied_recipe,
+    updating_share,
+)
 from farspan.semantics.identity import training_key
 from farspan.techniques import Task, fsdp, zero1, zero2
 from tests.planning.test_resolve import cluster, run
@@ -157,3 +165,18 @@ def test_more_devices_than_matrices_are_refused_with_how_many_there_are(techniqu
     assert f"{most} matrices, for {devices} devices" in found.fact
     assert f"--cluster NAME:{most}" in found.remedy and "train.optimizer: adamw" in found.remedy
     assert isinstance(technique.plan(task), Plan)
+
+
+@pytest.mark.parametrize(
+    ("tokens_each", "share"),
+    [(None, CONTINUED_RATE), (0, CONTINUED_RATE), (1, 1.0), (20, 1.0), (40, 0.5), (10_000, 0.1)],
+)
+def test_model_takes_less_of_the_rate_the_more_it_was_trained(tokens_each, share):
+    parameters = 1_000_000
+    continued = Continued(None if tokens_each is None else tokens_each * parameters)
+    assert continued.rate_share(parameters) == pytest.approx(share)
+
+
+def test_model_that_farspan_has_trained_keeps_its_optimizer():
+    assert continued_recipe(2.0, 100, Continued(5)) == studied_recipe(2.0, 100)
+    assert continued_recipe(2.0, 100, Continued()).optimizer == "adamw"

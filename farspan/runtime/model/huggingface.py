@@ -39,6 +39,7 @@ def export_model(
     end_of_text: int,
     dtype: StoredType = "fp32",
     base: Path | None = None,
+    trained_tokens: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write a folder that transformers' `AutoModelForCausalLM` and `AutoTokenizer` load.
@@ -47,8 +48,9 @@ def export_model(
     transformers writes after a prompt what farspan writes. `state` holds our parameter names (a
     Decoder's `state_dict()`); `tokenizer` is a tokenizer.json; `end_of_text` is the token id that
     ends documents. `base` has the files of a model that was continued: its tokenizer, chat template
-    and special tokens are exported byte by byte instead. Weights are written last, so that a folder
-    with weights is whole; above `max_shard_bytes` they are several files.
+    and special tokens are exported byte by byte instead. config.json records `trained_tokens`,
+    which the learning rate of a run that continues the model goes by. Weights are written last, so
+    that a folder with weights is whole; above `max_shard_bytes` they are several files.
     """
     family = models.family(spec.family)
     kind = TORCH_TYPES[dtype]
@@ -58,6 +60,8 @@ def export_model(
     folder.mkdir(parents=True, exist_ok=True)
     config = family.to_config(spec) | ends
     config["torch_dtype"] = str(kind).removeprefix("torch.")
+    if trained_tokens is not None:
+        config[models.OWN_CONFIG_KEY] = {models.TRAINED_TOKENS: trained_tokens}
     _write_json(folder / "config.json", config)
     if base is None:
         _write_tokenizer(folder, tokenizer, end_of_text, spec.context)
