@@ -48,8 +48,8 @@ test-slow: $(VENV)/.test
 
 # Style, names and words, types and layers.
 check: $(VENV)/.test
-	$(BIN)/ruff check farspan farspan_exports farspan_lab farspan_studies tests benchmarks tools
-	$(BIN)/ruff format --check farspan farspan_exports farspan_lab farspan_studies tests benchmarks tools
+	$(BIN)/ruff check farspan farspan_exports farspan_lab farspan_studies tests benchmarks tools examples
+	$(BIN)/ruff format --check farspan farspan_exports farspan_lab farspan_studies tests benchmarks tools examples
 	$(BIN)/python tools/check_style.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports

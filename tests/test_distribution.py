@@ -78,6 +78,7 @@ def test_sdist_has_the_packages_and_what_builds_them(built):
         names = {name.partition("/")[2] for name in sdist.getnames()}
     wanted = {name for name in list_files() if name.split("/")[0] in PACKAGES}
     assert names >= wanted | {"pyproject.toml", "README.md", "LICENSE"}
+    assert "examples/first_model.ipynb" in names
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))]
 
 

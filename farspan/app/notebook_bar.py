@@ -49,6 +49,9 @@ def show_progress(progress: Progress | None) -> Iterator[Progress]:
             fact="what was finished so far is kept and used again",
             remedy="call the same function again",
         ) from None
+    else:
+        if bar is not None:
+            bar.mark_done()
     finally:
         if bar is not None:
             bar.end()
@@ -120,6 +123,12 @@ class NotebookBar:
             self._handle.display(shown, raw=True)
         else:
             self._handle.update(shown, raw=True)
+
+    def mark_done(self) -> None:
+        """Fill the bar. A run's last figures stay, and other work reads `done`."""
+        self._share = 1.0
+        if self._run_progress is None:
+            self._text = "done"
 
     def end(self) -> None:
         """Leave the last line as it stands; a call that showed none leaves none."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
-from farspan.app.notebook_bar import NotebookBar
+from farspan.app.notebook_bar import NotebookBar, show_progress
 from farspan.app.updates import Note
+from farspan.domain.problems import Refusal
 from farspan.domain.run_events import Step, Warned
 from farspan.retrieval.index_work import IndexWork
 from tests.cli.conftest import WORDS
@@ -35,6 +39,21 @@ def test_a_call_without_updates_draws_nothing(capsys):
     NotebookBar(html=False, clock=lambda: 0.0).end()
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "")
+
+
+def test_work_that_is_refused_leaves_its_bar_where_it_stood(capsys, monkeypatch):
+    shell = SimpleNamespace(get_ipython=lambda: object())
+    monkeypatch.setitem(sys.modules, "IPython", shell)
+    with pytest.raises(Refusal), show_progress(None) as shown:
+        work = IndexWork(changed=shown)
+        work.add_expected("embedding", 4)
+        work.add_done(1)
+        raise Refusal("usage", what="it stops", where="here", fact="as asked", remedy="none")
+    with show_progress(None) as shown:
+        shown(Note("reading the text"))
+    lines = [line.strip() for line in re.split(r"[\r\n]", capsys.readouterr().err) if line.strip()]
+    assert lines[-3].startswith("[#####...............]  25% embedding")
+    assert lines[-1] == "[####################] 100% done"
 
 
 def test_warnings_stay_and_texts_are_escaped():
@@ -76,4 +95,4 @@ def test_a_notebook_shows_one_bar_and_prints_nothing(tmp_path: Path, monkeypatch
     ).execute()
     outputs = notebook.cells[0].outputs
     assert [output.output_type for output in outputs] == ["display_data"]
-    assert re.search(r"<progress .*</progress> \S", outputs[0].data["text/html"])
+    assert re.search(r'<progress .*value="1.0000".*</progress> done', outputs[0].data["text/html"])
