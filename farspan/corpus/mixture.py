@@ -8,7 +8,7 @@ from typing import NamedTuple
 from farspan.corpus.sources import Source, open_source
 from farspan.domain.config import DataConfig, NamedPart
 from farspan.domain.corpus import Skipped
-from farspan.domain.escapes import shell_word
+from farspan.domain.escapes import shell_word, yaml_word
 from farspan.domain.problems import Refusal
 from farspan.domain.struct_files import content_hash
 
@@ -62,6 +62,6 @@ def _refuse_same_name(first: NamedPart, second: NamedPart) -> Refusal:
         what="two sources of the mixture have one name",
         where="run.yaml, key data.source",
         fact=f"{shell_word(first.source)} and {shell_word(second.source)} are both {first.name!r}",
-        remedy=f"name one of them: {{source: {second.source}, name: OTHER}}",
+        remedy=f"name one of them: {{source: {yaml_word(second.source)}, name: OTHER}}",
         key="data.source",
     )

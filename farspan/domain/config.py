@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -127,8 +128,11 @@ def name_source(source: str) -> str:
     """Return the name of a source: `papers` for `~/papers`, `wikitext` for `hf:wikitext:v1`;
     empty for the root folder."""
     bare = source.removeprefix("hf:").split(":")[0]
+    path = Path(bare)
+    with suppress(RuntimeError):  # Whoever reads it refuses the home folder of nobody.
+        path = path.expanduser()
     # "." and ".." have no name of their own.
-    return Path(os.path.normpath(Path.cwd() / Path(bare).expanduser())).stem
+    return Path(os.path.normpath(Path.cwd() / path)).stem
 
 
 class TokenizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -219,9 +219,9 @@ def train_flops_per_token(spec: ModelSpec, seq_len: int) -> float:
     T positions a layer with a window has those of the window. Of frozen weights there are 4 N, and
     adapters are not counted.
     """
-    keys = 0
-    for layer in range(spec.layers):
-        keys += min(seq_len, spec.window_size(layer) or seq_len)
+    keys = spec.layers * seq_len
+    if spec.window:
+        keys -= len(spec.window.layers) * max(0, seq_len - spec.window.size)
     attention = 12.0 * spec.heads * spec.head_dim * keys
     per_weight = 4.0 if spec.lora else 6.0
     return per_weight * matmul_parameters(spec) + attention

@@ -18,7 +18,7 @@ from farspan.domain.problems import Refusal
 from farspan.domain.struct_files import parse_json, read_bytes
 from farspan.domain.suggest import advise, known_names
 from farspan.models._adapters import Projections, adapt_graph, list_projections
-from farspan.models._family import Config, Preset, TensorMap
+from farspan.models._family import MAX_LAYERS, Config, Preset, TensorMap
 
 __all__ = [
     "Config",
@@ -43,7 +43,7 @@ OWN_CONFIG_KEY = "farspan"
 TRAINED_TOKENS = "trained_tokens"
 #: Sizes of a model that is read from a folder, well above the largest that are published.
 MAX_SIZES = {
-    "layers": 1024,
+    "layers": MAX_LAYERS,
     "d_model": 1 << 18,
     "heads": 1 << 16,
     "kv_heads": 1 << 16,

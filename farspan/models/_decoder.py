@@ -43,8 +43,10 @@ def graph(spec: ModelSpec) -> OpGraph:
     )
     loss = Operator(name="loss", kind="loss", einsum="bsv->bs", divisible="v")
     final_norm = _norm(spec, "norm")
-    kinds = [(spec.rotates(layer), spec.window_size(layer)) for layer in range(spec.layers)]
-    other_layers = tuple(layer for layer, kind in enumerate(kinds) if kind != kinds[0])
+    other_layers: tuple[int, ...] = ()
+    if spec.unrotated_layers or spec.window:
+        kinds = [(spec.rotates(layer), spec.window_size(layer)) for layer in range(spec.layers)]
+        other_layers = tuple(layer for layer, kind in enumerate(kinds) if kind != kinds[0])
     others: OtherBlocks | msgspec.UnsetType = msgspec.UNSET
     if other_layers:
         others = OtherBlocks(layers=other_layers, block=_block(spec, other_layers[0]))

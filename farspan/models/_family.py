@@ -12,6 +12,14 @@ from farspan.domain.model import ModelSpec
 from farspan.domain.problems import Refusal
 
 Config = dict[str, Any]
+#: Layers of a model whose config.json is read, or that has a list of some of them.
+MAX_LAYERS = 1024
+
+
+def check_layers(layers: int) -> None:
+    """Raise ValueError for more layers than can be listed."""
+    if layers > MAX_LAYERS:
+        raise ValueError(f"layers is {layers}; models of layers that differ have {MAX_LAYERS:,}")
 
 
 class Preset(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from farspan.models._decoder import graph as graph
 from farspan.models._family import (
     Config,
     Preset,
+    check_layers,
     refuse_unsupported,
     require_key,
     require_value,
@@ -49,6 +50,7 @@ KNOBS: dict[str, Any] = {
 def shape(*, layers: int, **sizes: Any) -> ModelSpec:
     """Build a Gemma 3 of any size, as `_llama_like.build_spec`."""
     knobs: dict[str, Any] = {"rope_theta": 1_000_000.0, "norm_eps": 1e-6}
+    check_layers(layers)
     windowed = [bool((layer + 1) % INTERVAL) for layer in range(layers)]
     knobs["window"] = _make_window(windowed, WINDOW, WINDOW_ROPE_THETA)
     return _llama_like.build_spec("gemma3", layers=layers, **(KNOBS | knobs | sizes))

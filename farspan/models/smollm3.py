@@ -10,7 +10,7 @@ import msgspec
 from farspan.domain.model import ModelSpec
 from farspan.models import _llama_like
 from farspan.models._decoder import graph as graph
-from farspan.models._family import Config, Preset, refuse_unsupported, require_value
+from farspan.models._family import Config, Preset, check_layers, refuse_unsupported, require_value
 from farspan.models._llama_like import BUFFERS as BUFFERS
 from farspan.models._llama_like import HEAD as HEAD
 from farspan.models._llama_like import PREFIX as PREFIX
@@ -26,6 +26,7 @@ INTERVAL = 4
 
 def shape(*, layers: int, **sizes: Any) -> ModelSpec:
     """Build a SmolLM3 of any size, as `_llama_like.build_spec`."""
+    check_layers(layers)
     knobs: dict[str, Any] = {
         "rope_theta": 5_000_000.0,
         "norm_eps": 1e-6,

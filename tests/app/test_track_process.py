@@ -248,7 +248,8 @@ def test_tracker_that_stands_still_is_ended(run: RunFolder) -> None:
 
     notes = list[str]()
     trackers = take_all(run, notes)
-    (process,) = psutil.Process().children()
+    children = psutil.Process().children()
+    (process,) = [child for child in children if "farspan.app.track_process" in child.cmdline()]
     process.suspend()
     trackers.finish(TrackEnd(), 0.2)
     assert not process.is_running()

@@ -38,6 +38,8 @@ OWN = re.compile(r"\x1b\[(?!45m)[0-9;]*m|\x1b\[(?:1A|2K|\?25[lh])|\r")
 PRINTERS = {"farspan/cli/console.py", "farspan/cli/display.py"}
 #: Answers to a program at the other end of a pipe.
 PIPES = {
+    # Before anything of farspan can be imported.
+    "farspan/__main__.py",
     "farspan/domain/cgroup_limits.py",
     "farspan/launch/agent.py",
     "farspan/launch/ray_driver.py",
