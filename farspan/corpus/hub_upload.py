@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from farspan.corpus._hub import find_fault
-from farspan.domain.escapes import shell_line, shell_word
+from farspan.domain.escapes import shell_line
 from farspan.domain.problems import Refusal, command
 from farspan.models._base_files import TEMPLATES
 
@@ -83,14 +83,14 @@ def open_repository(name: str, *, public: bool, export: Sequence[object]) -> Hub
     from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
     _check_name(name, export)
-    remedy = f"{command(*export)}   (and upload it later: hf upload {shell_word(name)} FOLDER .)"
+    remedy = command(*export)
     token = get_token()
     if token is None:
         fact = "HF_TOKEN is not set, and no token is stored"
         raise _refuse("the hub takes no model without a token", "--push", fact, "hf auth login")
     fault = find_fault()
     if fault is not None:
-        raise _refuse("the hub cannot be asked", name, fault, remedy)
+        raise _refuse("the hub cannot be asked, so nothing is uploaded", name, fault, remedy)
     api = HfApi(token=token)
     try:
         user = api.whoami()
