@@ -250,9 +250,10 @@ def test_server_of_mlflow_that_is_away_is_reported_without_its_password(
         pytest.skip("MLflow cannot be installed here")
     run = resumed_run(tmp_path / "runs" / "away", steps=42)
     environment["MLFLOW_TRACKING_URI"] = f"http://ada:{PASSWORD}@127.0.0.1:9"
-    (note,) = track(pythons["mlflow"], "mlflow", run, TrackEnd(), environment)
-    assert "the tracker mlflow lacks the end of this run" in note
-    assert PASSWORD not in note and files_with(PASSWORD, run) == []
+    # Before the end comes it may be reported that the tracker fails.
+    notes = track(pythons["mlflow"], "mlflow", run, TrackEnd(), environment)
+    assert "the tracker mlflow lacks the end of this run" in notes[-1]
+    assert PASSWORD not in " ".join(notes) and files_with(PASSWORD, run) == []
     # The same run once there is one.
     del environment["MLFLOW_TRACKING_URI"]
     assert track(pythons["mlflow"], "mlflow", run, TrackEnd(), environment) == []
