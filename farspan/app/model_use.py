@@ -302,7 +302,10 @@ def _count_trained_tokens(run: RunFolder, step: int) -> int | None:
     """Return the tokens that the weights of a step were trained on, those of the model that the run
     continues included; None where that does not record them."""
     tokens = step * run.load_plan().train.tokens_per_step
-    if load_base(run.base) is None:
+    if load(run.record, RunRecord).initial is None:
         return tokens
+    # Runs of earlier versions kept no files of the model that they continue.
+    if load_base(run.base) is None:
+        return None
     before = read_trained_tokens(run.base)
     return None if before is None else before + tokens

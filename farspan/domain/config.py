@@ -62,7 +62,8 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     text."""
 
     source: Source
-    #: Of what training reads: 5 % is enough where the text is alike (arXiv 2403.08763, section 6).
+    #: Of what training reads. arXiv 2403.08763 takes 5 % where the texts are alike, and 25 % where
+    #: they are of another language.
     share: Quantity = "5%"
     name: Name = "replay"
 
@@ -129,7 +130,7 @@ def name_source(source: str) -> str:
     empty for the root folder."""
     bare = source.removeprefix("hf:").split(":")[0]
     path = Path(bare)
-    with suppress(RuntimeError):  # Whoever reads it refuses the home folder of nobody.
+    with suppress(RuntimeError):  # Opening it refuses the home folder of nobody.
         path = path.expanduser()
     # "." and ".." have no name of their own.
     return Path(os.path.normpath(Path.cwd() / path)).stem

@@ -338,7 +338,8 @@ def _validate_tokens(corpus: CorpusManifest, run_tokens: int, seq_len: int) -> i
     """Return the tokens of one validation (0: all) so that all of them take VALIDATION_SHARE of the
     run; FEWEST_VALIDATED windows of each source at least."""
     affordable = VALIDATION_SHARE * 3 * run_tokens / VALIDATIONS
-    fewest = FEWEST_VALIDATED * len(corpus.parts or ("one",))
+    sources = len(corpus.parts) if corpus.parts else 1
+    fewest = FEWEST_VALIDATED * sources
     windows = max(fewest, int(affordable // seq_len))
     return 0 if windows * seq_len >= corpus.val.tokens else windows * seq_len
 

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
-from tokenizers import models as token_models
 
 from farspan.cli.main import main
 from farspan.domain.run import RunFolder
+from tests.app.small_models import END_OF_TEXT, train_tokenizer
 from tests.faults.running import write_text
 
 CHAT = (
@@ -32,15 +31,7 @@ def make_instructed_model(folder: Path, text: Path) -> Path:
     """A small Llama as transformers saves it, whose two chat templates begin and end turns by
     special tokens."""
     folder.mkdir(parents=True)
-    words = Tokenizer(token_models.BPE())
-    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    words.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    words.train_from_iterator([path.read_text() for path in text.iterdir()], trainer)
+    words = train_tokenizer(text, (END_OF_TEXT, "<|im_start|>", "<|im_end|>"))
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=words, eos_token="<|im_end|>", pad_token="<|endoftext|>"
     )

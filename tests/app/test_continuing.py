@@ -24,11 +24,9 @@ from tests.faults.running import write_text
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers  # noqa: E402
-from tokenizers import models as token_models  # noqa: E402
-
 from farspan.runtime.training.sample_order import PackedWindows, shuffle_index  # noqa: E402
 from farspan.runtime.training.validation import SEED  # noqa: E402
+from tests.app.small_models import write_model  # noqa: E402
 
 SEQ_LEN = 32
 
@@ -44,16 +42,6 @@ def text(tmp_path_factory) -> Path:
 def model(tmp_path_factory, text) -> Path:
     """A small Qwen3 as transformers saves it, with a tokenizer of its own."""
     folder = tmp_path_factory.mktemp("model")
-    words = Tokenizer(token_models.BPE())
-    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    words.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet
-    )
-    words.train_from_iterator([path.read_text() for path in text.iterdir()], trainer)
-    words.save(str(folder / "tokenizer.json"))
-    torch.manual_seed(0)
     config = transformers.Qwen3Config(
         hidden_size=32,
         num_hidden_layers=2,
@@ -64,8 +52,7 @@ def model(tmp_path_factory, text) -> Path:
         vocab_size=320,
         max_position_embeddings=SEQ_LEN,
     )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
+    return write_model(folder, config, text)
 
 
 def train(folder: Path, text: Path, model: Path, *settings: str) -> RunFolder:
