@@ -24,7 +24,7 @@ from farspan.runtime.comm.worker_group import Group
 from farspan.runtime.state import full_state
 from farspan.runtime.state.tied_embeddings import TABLE
 from farspan.runtime.training.trainer import Trainer
-from farspan.runtime.training.validation import LossSums
+from farspan.runtime.training.validation import ValidationSums
 from farspan.runtime.worker import build
 from tests.runtime import reference
 from tests.runtime.copies import SlowCopies, slow_copies
@@ -89,7 +89,7 @@ class WorkClock:
             self.now_s += self.step_s
             return make_step(step)
 
-        def timed_read(first: int, stop: int) -> LossSums:
+        def timed_read(first: int, stop: int) -> ValidationSums:
             sums = read_windows(first, stop)
             self.now_s += self.token_s * sums.tokens
             return sums
@@ -364,7 +364,9 @@ def build_beside_a_hostile_peer(group: Group, plan: Plan, path: Path, marker: Pa
         full_state.all_gather_bytes = worker_group.all_gather_bytes
 
 
-def read(group: Group, plan: Plan, path: Path, first: int, stop: int) -> tuple[LossSums, list[int]]:
+def read(
+    group: Group, plan: Plan, path: Path, first: int, stop: int
+) -> tuple[ValidationSums, list[int]]:
     """What the first weights have on windows of the validation split, and the windows that this
     worker reads itself."""
     with trainer(group, plan, path) as (made, _):

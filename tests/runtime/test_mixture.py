@@ -27,7 +27,7 @@ from farspan.runtime.training.sample_order import (
     join_number,
     split_number,
 )
-from farspan.runtime.training.validation import LossSums, MixedSums
+from farspan.runtime.training.validation import LossSums, ValidationSums
 from tests.corpus.test_mixture import write_texts
 
 WEIGHTS = st.lists(st.integers(0, 50), min_size=1, max_size=5).filter(sum)
@@ -133,13 +133,13 @@ def test_mixed_loss_weighs_sources_by_share_and_leaves_out_what_is_replayed():
     own = LossSums(4, 40, 80.0, 1700.0, 800.0, 400.0)
     other = LossSums(2, 20, 60.0, 1850.0, 600.0, 200.0)
     replayed = LossSums(9, 90, 900.0, 0.0, 0.0, 0.0)
-    sums = MixedSums((own, other, replayed), (8, 2, 90), (0.6, 0.2, 0.0))
+    sums = ValidationSums((own, other, replayed), (8, 2, 90), (0.6, 0.2, 0.0))
     assert sums.mean == pytest.approx(0.75 * 2.0 + 0.25 * 3.0)
     # The second was read whole.
     assert sums.standard_error(100) == pytest.approx(0.75 * own.standard_error(8))
     both = 0.75 * own.standard_error(math.inf), 0.25 * other.standard_error(math.inf)
     assert sums.standard_error(math.inf) == pytest.approx(math.hypot(*both))
-    unread = MixedSums((own, LossSums(), replayed), (8, 2, 90), (0.6, 0.2, 0.0))
+    unread = ValidationSums((own, LossSums(), replayed), (8, 2, 90), (0.6, 0.2, 0.0))
     assert unread.mean == pytest.approx(2.0)
 
 

@@ -25,7 +25,12 @@ from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.time_budget import SAMPLES, VALIDATION
 from farspan.runtime.training import validation
 from farspan.runtime.training.sample_order import PackedWindows
-from farspan.runtime.training.validation import LossSums, MeasuredLoss, Validation
+from farspan.runtime.training.validation import (
+    LossSums,
+    MeasuredLoss,
+    Validation,
+    ValidationSums,
+)
 from tests import tiny
 from tests.runtime import jobs, reference, stored_tensors
 from tests.runtime.fleet import Fleet
@@ -187,15 +192,20 @@ def test_runs_of_other_seeds_read_the_same_and_other_lengths_do_not(tmp_path):
     assert names[0] == names[1] != names[2]
 
 
+def sums_of(sums: LossSums) -> ValidationSums:
+    """Those of windows of a single source."""
+    return ValidationSums((sums,), (sums.windows,), (1.0,))
+
+
 def test_the_best_weights_are_judged_by_the_sample_and_not_by_the_end(tmp_path, monkeypatch):
     """The last state is worse on the sample; its smaller number on the whole split does not make it
     the best."""
     losses = iter([3.0, 4.0, 5.0])
 
-    def read(self: Validation, first: int, stop: int) -> LossSums:
+    def read(self: Validation, first: int, stop: int) -> ValidationSums:
         nats = next(losses) if first == 0 and stop == self.first else 0.5
         count = stop - first
-        return LossSums(count, count * S, nats * count * S, 0.0, 0.0, 0.0)
+        return sums_of(LossSums(count, count * S, nats * count * S, 0.0, 0.0, 0.0))
 
     monkeypatch.setattr(Validation, "read", read)
     start = Start(run_of(tmp_path))
@@ -217,7 +227,7 @@ def test_final_validation_short_of_time_reads_a_sample_and_gives_its_standard_er
     )
     read = Validation.read
 
-    def slow(self: Validation, first: int, stop: int) -> LossSums:
+    def slow(self: Validation, first: int, stop: int) -> ValidationSums:
         start.now += 0.05 * (stop - first)
         return read(self, first, stop)
 
@@ -268,9 +278,10 @@ def test_workers_together_read_each_validation_window_once(fleet: Fleet, folder:
     ]
     valid = val.valid(chosen)
     assert (sums.windows, sums.tokens) == (10, int(valid.sum()))
-    assert sums.loss == pytest.approx(float(np.dot(rows, valid)), rel=1e-5)
-    assert sums.ll == pytest.approx(float(np.dot(np.square(rows), valid * valid)), rel=1e-5)
-    assert sums.lt == pytest.approx(float(np.dot(rows, valid * valid)), rel=1e-5)
+    (own,) = sums.parts
+    assert own.loss == pytest.approx(float(np.dot(rows, valid)), rel=1e-5)
+    assert own.ll == pytest.approx(float(np.dot(np.square(rows), valid * valid)), rel=1e-5)
+    assert own.lt == pytest.approx(float(np.dot(rows, valid * valid)), rel=1e-5)
 
 
 def test_two_workers_validate_as_one_does(tmp_path):
@@ -307,8 +318,10 @@ def test_only_validations_that_are_worse_by_more_than_chance_count_against_patie
         """Of a validation whose losses are all higher by so many standard errors of the mean,
         0.05."""
         losses = windows + higher * 0.05 * S
-        sums = LossSums(
-            100, 100 * S, losses.sum(), (losses**2).sum(), (losses * S).sum(), 100.0 * S * S
+        sums = sums_of(
+            LossSums(
+                100, 100 * S, losses.sum(), (losses**2).sum(), (losses * S).sum(), 100.0 * S * S
+            )
         )
         return judging.update_best(step, MeasuredLoss(sums, sums, False, False, 0.0))
 

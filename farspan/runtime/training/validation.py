@@ -87,9 +87,9 @@ class LossSums(NamedTuple):
         return math.sqrt(variance * unread) / self.tokens
 
 
-class MixedSums(NamedTuple):
-    """Of windows of a mixture: the sums of each source, how many windows each has in all, and what
-    each counts in the mean; 0 for what is replayed."""
+class ValidationSums(NamedTuple):
+    """Of windows of one source or of several: the sums of each source, how many windows each has in
+    all, and what each counts in the mean; 0 for what is replayed."""
 
     parts: tuple[LossSums, ...]
     counts: tuple[int, ...]
@@ -119,9 +119,9 @@ class MixedSums(NamedTuple):
         weighted = zip(self.weights, self.parts, strict=True)
         return sum(weight * part.mean for weight, part in weighted)
 
-    def plus(self, other: MixedSums) -> MixedSums:
+    def plus(self, other: ValidationSums) -> ValidationSums:
         parts = [own.plus(its) for own, its in zip(self.parts, other.parts, strict=True)]
-        return MixedSums(tuple(parts), self.counts, self.shares)
+        return ValidationSums(tuple(parts), self.counts, self.shares)
 
     def standard_error(self, of: float) -> float | None:
         """Of the mean, as that of `LossSums`; `of` is infinite, or the number of all windows."""
@@ -136,16 +136,13 @@ class MixedSums(NamedTuple):
         return math.sqrt(variance)
 
 
-Sums = LossSums | MixedSums
-
-
 class MeasuredLoss(NamedTuple):
     """A validation's losses: of all windows that it read, and of the sample by which all are
     judged; None of those in between, which read no more. `known` where that sample was read
     before."""
 
-    sums: Sums
-    sample: Sums
+    sums: ValidationSums
+    sample: ValidationSums
     last: bool
     known: bool
     seconds: float
@@ -173,7 +170,7 @@ class Validation:
         #: The step whose state was validated last, -1 where it is to be read again; and what the
         #: validations in between read of it.
         self.step = -1
-        self._sample: Sums = LossSums()
+        self._sample = ValidationSums((), (), ())
         seq_len = plan.train.seq_len
         count = val.count
         #: Windows that a validation in between reads, and that the last one reads at most.
@@ -187,9 +184,10 @@ class Validation:
         self._shares = _judged_shares(worker.manifest, plan.train)
         if isinstance(val, MixedWindows):
             assert plan.train.shares
-            counts = [part.count for part in val.parts]
-            self._order = interleave(counts, plan.train.shares, SEED)[: self.most]
+            self._counts = tuple(part.count for part in val.parts)
+            self._order = interleave(self._counts, plan.train.shares, SEED)[: self.most]
         else:
+            self._counts = (count,)
             self._order = shuffle_index(np.arange(self.most, dtype=np.uint64), count, SEED, 0)
         topology = worker.executor.topology
         #: By replica, the windows of a microbatch that each batch coordinate reads.
@@ -215,7 +213,7 @@ class Validation:
         """Count the targets of the first `count` windows."""
         return int(self._val.valid(self.windows(0, count)).sum())
 
-    def read(self, first: int, stop: int) -> Sums:
+    def read(self, first: int, stop: int) -> ValidationSums:
         """Evaluate the losses of these windows, each read once by one worker."""
         chosen = self.windows(first, stop)
         val = self._val
@@ -243,10 +241,7 @@ class Validation:
             loss, ll, lt = values[3 * part : 3 * part + 3]
             tt = float((valid * valid).sum())
             sums.append(LossSums(len(valid), int(valid.sum()), loss, ll, lt, tt))
-        if isinstance(val, MixedWindows):
-            counts = tuple(part.count for part in val.parts)
-            return MixedSums(tuple(sums), counts, self._shares)
-        return sums[0]
+        return ValidationSums(tuple(sums), self._counts, self._shares)
 
     def _part_of(self, windows: Indices) -> NDArray[np.int64]:
         """Return the source of each window, 0 of a single one."""
@@ -283,14 +278,14 @@ class Validation:
             return None
         return MeasuredLoss(sums, sample, last, known, self._monotonic() - began)
 
-    def read_timed(self, first: int, stop: int, budget: TimeBudget) -> Sums:
+    def read_timed(self, first: int, stop: int, budget: TimeBudget) -> ValidationSums:
         """Read windows `first` to `stop`, and let the time budget know how long that took."""
         began = self._monotonic()
         sums = self.read(first, stop)
         budget.measure_validation(sums.tokens, self._monotonic() - began)
         return sums
 
-    def _read_on(self, sums: Sums, budget: TimeBudget) -> Sums:
+    def _read_on(self, sums: ValidationSums, budget: TimeBudget) -> ValidationSums:
         """Read the losses of all windows that the last validation has time for, including those of
         `sums`: rank 0 decides how many more are read at a time."""
         group = self._worker.group
@@ -303,7 +298,7 @@ class Validation:
             if more == 0:
                 break
             read = self.read_timed(sums.windows, sums.windows + more, budget)
-            sums = _add_sums(sums, read)
+            sums = sums.plus(read)
         return sums
 
     def update_best(self, step: int, measured: MeasuredLoss) -> bool:
@@ -344,7 +339,7 @@ class Validation:
         key = [manifest.hash, self._plan.train.seq_len, SEED, sums.windows]
         by_source: dict[str, SourceLoss] | msgspec.UnsetType = msgspec.UNSET
         bits_per_byte = mean / math.log(2) * val.tokens / val.text_bytes
-        if isinstance(sums, MixedSums):
+        if manifest.parts:
             key.append(self._plan.train.shares)
             by_source = _describe_sources(manifest, sums)
             by_part = zip(sums.weights, by_source.values(), strict=True)
@@ -370,13 +365,13 @@ class Validation:
             sources=by_source,
         )
 
-    def _entropies_of(self, sums: Sums) -> tuple[float, float]:
+    def _entropies_of(self, sums: ValidationSums) -> tuple[float, float]:
         """(unigram, bigram) cross-entropy of the targets that `sums` are of under the training
         split's counts, nats a token; of a mixture weighed as its loss."""
         manifest = self._worker.manifest
         count = sums.windows
-        is_mixed = isinstance(sums, MixedSums)
-        if not is_mixed and count == self._val.count and manifest.val.tokens <= EXACT_TOKENS:
+        is_whole = not manifest.parts and count == self._val.count
+        if is_whole and manifest.val.tokens <= EXACT_TOKENS:
             return manifest.unigram_nats, manifest.bigram_nats
         if count not in self._entropies:
             windows = self.windows(0, count)
@@ -385,7 +380,7 @@ class Validation:
             train = self._worker.train.tokens
             unigram = 0.0
             bigram = 0.0
-            for part, weight in enumerate(sums.weights if isinstance(sums, MixedSums) else [1.0]):
+            for part, weight in enumerate(sums.weights):
                 mask = (targets >= 0) & (part_of == part)[:, None]
                 if weight:
                     nats = ngram_entropies_of(
@@ -395,14 +390,6 @@ class Validation:
                     bigram += weight * nats[1]
             self._entropies[count] = unigram, bigram
         return self._entropies[count]
-
-
-def _add_sums(sums: Sums, more: Sums) -> Sums:
-    if isinstance(sums, MixedSums):
-        assert isinstance(more, MixedSums)
-        return sums.plus(more)
-    assert isinstance(more, LossSums)
-    return sums.plus(more)
 
 
 def _judged_shares(manifest: CorpusManifest, train: TrainSpec) -> tuple[float, ...]:
@@ -415,7 +402,7 @@ def _judged_shares(manifest: CorpusManifest, train: TrainSpec) -> tuple[float, .
     return tuple(0.0 if part.replay else share for part, share in judged)
 
 
-def _describe_sources(manifest: CorpusManifest, sums: MixedSums) -> dict[str, SourceLoss]:
+def _describe_sources(manifest: CorpusManifest, sums: ValidationSums) -> dict[str, SourceLoss]:
     """Return the loss of each source by its name."""
     assert manifest.parts
     described = {}
