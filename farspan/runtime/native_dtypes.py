@@ -1,4 +1,4 @@
-"""Which dtypes a device computes in hardware."""
+"""PyTorch's types of the dtypes, and which of them a device computes in hardware."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import torch
 
 from farspan.domain.cluster import DType
 
+#: What tensors have; tf32 is fp32 numbers, multiplied otherwise.
+TORCH_DTYPES: dict[DType, torch.dtype] = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 #: NVIDIA's matrix units multiply bf16 from Ampere on (CUDA C++ Programming Guide, "Compute
 #: Capabilities"); `torch.cuda.is_bf16_supported` is true also where it is emulated.
 BF16_CAPABILITY = (8, 0)

@@ -47,10 +47,11 @@ from farspan.runtime.device import (
 from farspan.runtime.model.compiled_blocks import BlockInputs, compile_or_restore
 from farspan.runtime.model.decoder import Decoder, initial_parameters
 from farspan.runtime.model.kernel_selection import select_kernels
+from farspan.runtime.native_dtypes import TORCH_DTYPES
 from farspan.runtime.probing.fast_paths import report_devices
 from farspan.runtime.probing.rates import measure_allreduce, measure_device_rates
 from farspan.runtime.probing.unit_timing import unit_times
-from farspan.runtime.state.train_state import WORKING_DTYPES, TrainState
+from farspan.runtime.state.train_state import TrainState
 from farspan.semantics.kernel_choice import BYTES
 from farspan.semantics.lr_schedule import learning_rate
 
@@ -65,7 +66,7 @@ def matmul_rate(request: MatmulQuery) -> dict[str, float]:
     rates: dict[str, float] = {}
     for precision in request.precisions:
         device = open_device(request.device, precision)
-        dtype = WORKING_DTYPES[precision]
+        dtype = TORCH_DTYPES[precision]
         m, k, n = (2048, 384, 1536) if device.type == "cpu" else (8192, 2048, 8192)
         a = torch.ones(m, k, dtype=dtype, device=device)
         b = torch.ones(k, n, dtype=dtype, device=device)

@@ -22,12 +22,7 @@ from farspan.models._base_files import GENERATION_CONFIG, TOKENIZER_FILES, copy_
 from farspan.models._weight_files import WeightPlaces, locate_weights, misfit
 from farspan.runtime.model.decoder import parameter_shapes
 from farspan.runtime.model.weight_shards import MAX_SHARD_BYTES, OutTensor, write_weights
-
-TORCH_TYPES: dict[StoredType, torch.dtype] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+from farspan.runtime.native_dtypes import TORCH_DTYPES
 
 
 def export_model(
@@ -53,7 +48,7 @@ def export_model(
     that a folder with weights is whole; above `max_shard_bytes` they are several files.
     """
     family = models.family(spec.family)
-    kind = TORCH_TYPES[dtype]
+    kind = TORCH_DTYPES[dtype]
     ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
     if base is not None:
         ends = _read_special_ids(base) or ends

@@ -13,9 +13,10 @@ from farspan import models
 from farspan.domain.model import ModelSpec, StoredType
 from farspan.domain.struct_files import write_atomically
 from farspan.models._adapters import PROJECTIONS
-from farspan.runtime.model.huggingface import TORCH_TYPES, swap_leading
+from farspan.runtime.model.huggingface import swap_leading
 from farspan.runtime.model.linear import A_SUFFIX, B_SUFFIX, adapter_parts
 from farspan.runtime.model.weight_shards import OutTensor, write_tensors
+from farspan.runtime.native_dtypes import TORCH_DTYPES
 
 CONFIG_FILE = "adapter_config.json"
 ADAPTERS_FILE = "adapter_model.safetensors"
@@ -68,7 +69,7 @@ def write_adapters(
     content = json.dumps(config, indent=2).encode() + b"\n"
     write_atomically(folder / CONFIG_FILE, content)
     mode = (folder / CONFIG_FILE).stat().st_mode
-    write_tensors(folder / ADAPTERS_FILE, tensors, TORCH_TYPES[dtype], mode)
+    write_tensors(folder / ADAPTERS_FILE, tensors, TORCH_DTYPES[dtype], mode)
 
 
 def _name_in_block(module: str) -> str:

@@ -27,6 +27,7 @@ from farspan.runtime.comm.topology import ProcessGroups, Topology
 from farspan.runtime.device import synchronize_device
 from farspan.runtime.model.decoder import Decoder, parameter_shapes
 from farspan.runtime.model.tensor_axis import TensorAxis
+from farspan.runtime.native_dtypes import TORCH_DTYPES
 from farspan.runtime.parallel.grad_sync import GradReducer
 from farspan.runtime.parallel.outer_step import OuterStep
 from farspan.runtime.parallel.param_gather import ParamGather
@@ -36,7 +37,6 @@ from farspan.runtime.state.full_state import FullState
 from farspan.runtime.state.muon import MatrixUpdates
 from farspan.runtime.state.tied_embeddings import TABLE, TiedEmbedding
 from farspan.runtime.state.train_state import (
-    WORKING_DTYPES,
     TrainState,
     UpdateScalars,
     ema_decay,
@@ -144,7 +144,7 @@ class Executor:
         # All that own parts of the same matrices compute in one precision.
         owners = topology.group("site") if topology.zero else topology.peers
         kinds = (plan.devices[rank].kind for rank in owners)
-        dtype = WORKING_DTYPES[matrix_precision(plan.train.precision, kinds)]
+        dtype = TORCH_DTYPES[matrix_precision(plan.train.precision, kinds)]
         return MatrixUpdates(models.graph(plan.model), self.model.slices, group, dtype)
 
     def _table_rows(self) -> dict[int, tuple[int, int]]:

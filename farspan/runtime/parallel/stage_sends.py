@@ -18,7 +18,7 @@ from farspan.runtime.comm.message_tags import MessageChannel, tag
 from farspan.runtime.comm.messages import Messenger, Posted
 from farspan.runtime.comm.quantize import Codec
 from farspan.runtime.comm.topology import ProcessGroups, Topology
-from farspan.runtime.state.train_state import WORKING_DTYPES
+from farspan.runtime.native_dtypes import TORCH_DTYPES
 from farspan.semantics.communications import rows_held
 from farspan.semantics.reshard import Send, plan_reshard
 
@@ -95,7 +95,7 @@ class StageMessages:
         (own,) = (part for part in (*sent_rows, *wanted_rows) if part.rank == rank)
         self._start = own.start
         self._shape = (own.stop - own.start, plan.train.seq_len, plan.model.d_model)
-        self._dtype = WORKING_DTYPES[plan.train.precision]
+        self._dtype = TORCH_DTYPES[plan.train.precision]
         self._device = torch.device(topology.device)
         # None where numbers go as they are computed.
         bits = replica.edges[edge].bits

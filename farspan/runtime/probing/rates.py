@@ -24,8 +24,8 @@ from farspan.runtime.device import (
     synchronize_device,
     usable_memory,
 )
+from farspan.runtime.native_dtypes import TORCH_DTYPES
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Seconds that each figure is taken over: several periods of a CPU quota; its pauses are part of
 #: the rate.
 RATE_S = 0.5
@@ -66,8 +66,8 @@ def measure_device_rates(
         flops: dict[DType, float] = {}
         for dtype in dtypes:
             # Drawn: a GPU multiplies equal numbers with less power, and so faster.
-            a = torch.rand(m, k, device=device).to(DTYPES[dtype])
-            b = torch.rand(k, n, device=device).to(DTYPES[dtype])
+            a = torch.rand(m, k, device=device).to(TORCH_DTYPES[dtype])
+            b = torch.rand(k, n, device=device).to(TORCH_DTYPES[dtype])
             product_s = _mean_seconds(functools.partial(torch.matmul, a, b), device)
             flops[dtype] = 2 * m * k * n / product_s
             del a, b

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from farspan.domain.train import Muon, Optimizer, Precision
+from farspan.runtime.native_dtypes import TORCH_DTYPES
 from farspan.runtime.state.muon import MatrixUpdates
 from farspan.runtime.state.zero_buckets import (
     Bucket,
@@ -26,12 +27,6 @@ from farspan.runtime.state.zero_buckets import (
     weight_decay_segment,
 )
 
-WORKING_DTYPES: dict[Precision, torch.dtype] = {
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 #: Devices that take what changes from step to step from their own memory, so that a step may be
 #: recorded as a graph: the same kernels, and the same bits, whether it is or not.
 RECORDING_DEVICES = frozenset({"cuda"})
@@ -99,7 +94,7 @@ class TrainState:
         self.names = list(old)
         self.shapes = [parameter.shape for parameter in old.values()]
         self.buckets = divide_buckets(self.names, self.shapes, self.division)
-        self.dtype = WORKING_DTYPES[precision]
+        self.dtype = TORCH_DTYPES[precision]
         self.device = next(iter(everything.values())).device if device is None else device
         #: Parameters outside of all buckets: they stay as they are loaded, in the working dtype.
         self.frozen = self._replace_frozen(model)
