@@ -82,8 +82,8 @@ def _describe_change(
         what="the corpus of this run cannot be prepared again: its text has changed",
         where=record.corpus,
         fact=(
-            f"{shell_word(made.source)} is prepared as corpus {made.hash} today; the run needs "
-            f"{digest}"
+            f"{' + '.join(map(shell_word, made.places))} is prepared as corpus {made.hash} "
+            f"today; the run needs {digest}"
         ),
         remedy=(
             "put the text back as it was, or train on today's: "

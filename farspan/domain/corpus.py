@@ -252,6 +252,13 @@ class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return sum(part.train.documents if is_train else part.val.documents for part in own)
 
     @property
+    def places(self) -> tuple[str, ...]:
+        """Where the text is that the run is judged by: of a mixture the sources but for what is
+        replayed."""
+        own = [part.source for part in self.parts or () if not part.replay]
+        return tuple(own) or (self.source,)
+
+    @property
     def replays(self) -> bool:
         """True if a part of the corpus is trained on against forgetting only."""
         return any(part.replay for part in self.parts or ())

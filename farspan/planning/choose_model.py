@@ -295,5 +295,5 @@ def _remedy(config: RunConfig, corpus: CorpusManifest, seq_len: int) -> str:
     growth = needed / max(1, min(train.tokens, val.tokens))
     missing_bytes = (growth - 1) * (train.text_bytes + val.text_bytes)
     missing_bytes = max(1, math.ceil(missing_bytes))
-    path_word = shell_word(corpus.source)
-    return f"add text to {path_word}: about {format_bytes(missing_bytes)} are missing"
+    path_words = " or ".join(map(shell_word, corpus.places))
+    return f"add text to {path_words}: about {format_bytes(missing_bytes)} are missing"
