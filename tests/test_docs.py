@@ -66,6 +66,8 @@ def written_type(kind: msgspec.inspect.Type) -> str:
             return written_type(inner)
         case msgspec.inspect.StructType():
             return "keys"
+        case msgspec.inspect.DictType(value_type=value):
+            return f"{written_type(value)} by name"
     raise AssertionError(f"run-yaml.md has no word for {kind}")
 
 
@@ -77,7 +79,7 @@ def written_default(field: msgspec.inspect.Field) -> str:
     value: Any = field.default
     return (
         "none"
-        if value is None or value == ()
+        if value is None or value == () or field.default_factory is dict
         else f"`{str(value).lower() if isinstance(value, bool) else value}`"
     )
 

@@ -48,8 +48,9 @@ def _read_cluster(run: RunFolder, path: Path) -> Cluster:
     # By what `launch.trust` looks at, too.
     if load(run.record, RunRecord).launcher == SLURM:
         from farspan.launch.slurm_allocation import enter_allocation
+        from farspan.launch.slurm_sites import enter_sites, recorded_site_jobs
 
-        return enter_allocation(cluster)
+        return enter_sites(enter_allocation(cluster), recorded_site_jobs(run))
     return cluster
 
 
@@ -115,8 +116,11 @@ def require_installed(cluster: Cluster, name: str) -> None:
     from farspan.launch.network_examination import start_agents
 
     first = cluster.machines[0].name
-    # A Ray cluster has the same farspan everywhere: one host speaks for it.
-    hosts = cluster.machines[:1] if exclusive_launcher(name) else cluster.machines
+    hosts = cluster.machines
+    if exclusive_launcher(name):
+        # Ray and Slurm have the same farspan on all nodes: one speaks for those of a site.
+        by_site = {cluster.site_of(host.name).name: host for host in reversed(hosts)}
+        hosts = tuple(by_site.values()) if name == SLURM else hosts[:1]
     with start_agents(hosts) as (reached, unreachable):
         if first in unreachable:
             raise Refusal.of(unreachable[first])
@@ -134,17 +138,22 @@ def require_installed(cluster: Cluster, name: str) -> None:
 
 
 def _slurm_cluster(config: RunConfig) -> Cluster:
-    """Return the nodes of this Slurm job, with the figures of a cluster file if one is given;
-    outside of a job those that it would get."""
-    from farspan.launch import slurm_allocation
+    """Return the nodes of this Slurm job, and of those that run for it at other sites, with the
+    figures of a cluster file if one is given; outside of a job those that it would get."""
+    from farspan.launch import slurm_allocation, slurm_sites
 
     parallel = config.parallel
-    if parallel.cluster not in (None, SLURM):
-        return slurm_allocation.enter_allocation(find_cluster(parallel.cluster))
-    if not slurm_allocation.in_allocation():
+    is_inside = slurm_allocation.in_allocation()
+    if parallel.cluster in (None, SLURM) and not is_inside:
         return slurm_allocation.offered_cluster(config.slurm)
+    sites = config.slurm.sites if is_inside else {}
+    jobs = slurm_sites.running_site_jobs(sites)
+    if parallel.cluster not in (None, SLURM):
+        cluster = slurm_allocation.enter_allocation(find_cluster(parallel.cluster))
+        return slurm_sites.enter_sites(cluster, jobs)
     limit = None if parallel.workers == "auto" else parallel.workers
-    return slurm_allocation.allocated_cluster(parallel.device, limit)
+    cluster = slurm_allocation.allocated_cluster(parallel.device, limit)
+    return slurm_sites.join_sites(cluster, sites, jobs, parallel.device)
 
 
 def first_device(cluster: Cluster) -> PlannedDevice:

@@ -14,6 +14,7 @@ from farspan.app.checkpoints import unmirrored_steps
 from farspan.app.plans import Planned
 from farspan.app.replanning import adopt_plan, plan_without
 from farspan.app.restart_policy import Faults
+from farspan.app.slurm_site_jobs import site_jobs_of_run
 from farspan.app.take_claims import HOST_POLL_S, claims_of_run, hosts_without
 from farspan.app.updates import Note, Progress, Waiting
 from farspan.domain.config import OnFault
@@ -25,6 +26,7 @@ from farspan.domain.units import format_seconds
 from farspan.estimate.interruptions import RESTART_S
 from farspan.launch.absent_hosts import find_absent_hosts
 from farspan.launch.agent_pool import AgentPool
+from farspan.launch.slurm_sites import enter_site_jobs, record_site_jobs, waiting_hosts
 
 #: How often hosts that the run has lost are looked for while it trains.
 RETURN_POLL_S = 15.0
@@ -62,6 +64,8 @@ class LostHosts:
         self._sleep = sleep
         self._on_fault = on_fault
         self._without = without
+        #: Jobs at other Slurm sites: their nodes may be others each time.
+        self._site_jobs = site_jobs_of_run(run, progress)
         #: Devices that failed for good, as (host, index).
         self._devices = set[tuple[str, int]]()
         self._watch: threading.Thread | None = None
@@ -112,6 +116,8 @@ class LostHosts:
     def _find_absent(self) -> set[str]:
         """Return the hosts of the plan that cannot be worked with now."""
         self._run.require_there()
+        jobs = self._site_jobs.ask()
+        record_site_jobs(self._run, jobs)
         if ":" in load(self._run.record, RunRecord).launcher:
             # Nodes of a Ray cluster that runs already may be entered by nobody: Ray reports which
             # are there.
@@ -119,8 +125,9 @@ class LostHosts:
         planned = {device.host for device in self._run.load_plan().devices}
         leaving = planned & self._faults.leaving_hosts(time.monotonic())
         leaving |= planned - self._kept()
-        expected = planned - leaving
         cluster = clusters.cluster_of_run(self._run)
+        leaving |= planned & waiting_hosts(cluster, jobs)
+        expected = planned - leaving
         hosts = [host for host in cluster.hosts if host.name in expected]
         return leaving | find_absent_hosts(hosts, self._agents)
 
@@ -171,18 +178,21 @@ class LostHosts:
         """Look for lost hosts from now on, in a thread, until `end_watch`."""
         if not self._run.whole_cluster.exists() or self._on_fault != "recover":
             return
-        whole = hosts_without(clusters.whole_cluster_of_run(self._run), self._without)
+        whole = clusters.whole_cluster_of_run(self._run)
         used = {host.name for host in clusters.cluster_of_run(self._run).machines}
-        lost = [host for host in whole if host.name not in used]
+        lost = [host for host in hosts_without(whole, self._without) if host.name not in used]
         if not lost:
             return
+        sites = {host.name: whole.site_of(host.name).name for host in lost}
         self._returned = frozenset()
         self._watch_ends = threading.Event()
         ends = self._watch_ends
 
         def look() -> None:
             while not ends.wait(RETURN_POLL_S):
-                reached, _ = self._agents.reach(lost)
+                jobs = self._site_jobs.ask()
+                hosts = [enter_site_jobs(host, sites[host.name], jobs) for host in lost]
+                reached, _ = self._agents.reach(hosts)
                 leaving = self._faults.leaving_hosts(time.monotonic())
                 self._returned = frozenset(set(reached) - leaving)
 
@@ -200,6 +210,7 @@ class LostHosts:
         if not returned:
             return None
         self._returned = frozenset()
+        record_site_jobs(self._run, self._site_jobs.ask())
         used = {host.name for host in clusters.cluster_of_run(self._run).machines}
         present = used | returned
         whole = clusters.whole_cluster_of_run(self._run)

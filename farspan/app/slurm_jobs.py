@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -18,18 +19,23 @@ from farspan.domain.escapes import shell_line
 from farspan.domain.interpreter import module_command
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder
-from farspan.domain.struct_files import write_atomically
+from farspan.domain.struct_files import content_hash, write_atomically
 from farspan.launch.slurm_allocation import SLURM
 from farspan.launch.slurm_client import (
     QueuedJob,
+    check_script,
     find_job,
     list_jobs,
     require_slurm,
+    run_client,
     submit_script,
 )
+from farspan.launch.slurm_sites import login_command, site_job_name
 from farspan.planning.slurm_script import (
+    LoginNode,
     job_name,
     write_command_script,
+    write_holding_script,
     write_training_script,
 )
 
@@ -56,7 +62,34 @@ def training_script(config: RunConfig, run: RunFolder, words: Sequence[object]) 
     launcher = [] if config.parallel.cluster == SLURM else ["--launcher", SLURM]
     where = ["--run", run.path.absolute(), "--until-done"]
     train = [*_farspan(config), "train", *words, *launcher, *where]
-    return write_training_script(config.slurm, run, train=train, workdir=Path.cwd())
+    jobs_at = dict[str, list[str]]()
+    for name, site in config.slurm.sites.items():
+        jobs_at.setdefault(site.login, []).append(site_job_name(site_jobs_of(run), name))
+    return write_training_script(
+        config.slurm,
+        run,
+        train=train,
+        workdir=Path.cwd(),
+        site_jobs=site_jobs_of(run),
+        logins=[LoginNode(login_command(login), jobs) for login, jobs in jobs_at.items()],
+    )
+
+
+def site_scripts(config: RunConfig, run: RunFolder) -> dict[str, str]:
+    """Return the sbatch scripts of the jobs at other sites, by site. Raises Refusal
+    (out-of-range)."""
+    scripts = {}
+    for site in config.slurm.sites:
+        name = site_job_name(site_jobs_of(run), site)
+        scripts[site] = write_holding_script(config.slurm, site, name)
+    return scripts
+
+
+def site_jobs_of(run: RunFolder) -> str:
+    """Return what the names of a run's jobs at other sites begin with: no other run's do."""
+    path = run.path.absolute()
+    digest = content_hash(socket.gethostname(), str(path))
+    return f"{job_name(path.name)}-{digest[:8]}"
 
 
 def probe_script(config: RunConfig, out: Path) -> str:
@@ -96,13 +129,40 @@ def submit_training(
     else:
         refuse_existing(run.path, command("slurm", "run.yaml", "--run", f"{run.path}-2"))
     _refuse_second_job(run)
+    scripts = site_scripts(config, run)
+    # Before anything is in a queue: what a site refuses.
+    for site, text in scripts.items():
+        check_script(text, config.slurm.sites[site].login, f"slurm.sites.{site}")
     if config.slurm.offline:
         progress(Note("preparing the text here: nodes have no internet"))
         prepare_run_corpus(config, progress)
     run.path.parent.mkdir(parents=True, exist_ok=True)
     path = run.path.absolute()
     file = path.with_name(f"{path.name}.sbatch")
-    return _submit(script, file, path.with_name(f"{path.name}.slurm.log"), progress)
+    # First: the run's own job submits those that it misses.
+    held = _submit_site_jobs(config, run, scripts, progress)
+    try:
+        return _submit(script, file, path.with_name(f"{path.name}.slurm.log"), progress)
+    except Refusal:
+        for login, number in held:
+            run_client(["scancel", number], login)
+        raise
+
+
+def _submit_site_jobs(
+    config: RunConfig, run: RunFolder, scripts: dict[str, str], progress: Progress
+) -> list[tuple[str, str]]:
+    """Submit the jobs at other sites, but for those that are in a queue; return login node and
+    number of each. Raises Refusal."""
+    submitted = []
+    for site, text in scripts.items():
+        login = config.slurm.sites[site].login
+        if list_jobs(site_job_name(site_jobs_of(run), site), login):
+            continue
+        number = submit_script(text, login, f"slurm.sites.{site}")
+        submitted.append((login, number))
+        progress(Note(f"site {site}: job {number} submitted at {login}"))
+    return submitted
 
 
 def submit_probe(

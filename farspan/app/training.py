@@ -179,6 +179,7 @@ def train_until_done(
     it after whatever has ended the process before, also from a copy, on any machine. Raises Refusal
     (run-exists) where another run.yaml's run lies there."""
     from farspan.app.restoring import restore_run
+    from farspan.app.slurm_site_jobs import wait_for_sites
     from farspan.app.take_claims import wait_for_holder
 
     run = RunFolder(path)
@@ -192,6 +193,7 @@ def train_until_done(
         wait_for_holder(run, progress)
         return resume_run(run, progress, until_done=True, without=without)
     with notifying(config.notify, path, progress) as report:
+        wait_for_sites(config, report)
         run = plan_run(path, config, report)
         return _train_begun(run, report, until_done=True, without=without)
 

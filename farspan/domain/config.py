@@ -291,6 +291,14 @@ _SBATCH_OPTION = msgspec.Meta(
     pattern=r"^--?[A-Za-z][^\n\r]*\Z", description="an option of sbatch, such as --exclude=node7"
 )
 SbatchOption = Annotated[str, _SBATCH_OPTION]
+#: ssh takes what begins with - for an option; USER@HOST and an address of IPv6 are names, too.
+_LOGIN = msgspec.Meta(pattern=r"^(?!-)[\w.@:%+/-]+\Z", description="a host name, as ssh takes it")
+LoginName = Annotated[str, _LOGIN]
+#: It begins the names of the site's hosts, and ends those of its jobs.
+_SITE_NAME = msgspec.Meta(
+    pattern=r"^[A-Za-z0-9][\w.-]{0,49}\Z", description="a name of letters, digits, . _ and -"
+)
+SlurmSiteName = Annotated[str, _SITE_NAME]
 
 
 class SlurmNodes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -311,6 +319,19 @@ class SlurmNodes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     options: tuple[SbatchOption, ...] = ()
 
 
+class SlurmSite(SlurmNodes, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Nodes of another site's Slurm: a job of their own there, which the run's first job enters."""
+
+    #: Its login node, by its name in the user's ssh config.
+    login: LoginName
+    account: SbatchValue | None = None
+    qos: SbatchValue | None = None
+    #: The limit of the job there.
+    time: Quantity | None = None
+    #: The interpreter there that has farspan.
+    python: Annotated[str, msgspec.Meta(min_length=1)] = "python3"
+
+
 class SlurmConfig(SlurmNodes, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The job of `farspan slurm`: its first nodes, and what holds for all of it."""
 
@@ -321,6 +342,9 @@ class SlurmConfig(SlurmNodes, frozen=True, kw_only=True, forbid_unknown_fields=T
     notice: Quantity = "3m"
     #: Nodes of other kinds in the same job: components of a heterogeneous job.
     components: tuple[SlurmNodes, ...] = ()
+    #: Other Slurm sites by name, and how long the first start waits for their jobs.
+    sites: dict[SlurmSiteName, SlurmSite] = {}
+    wait: Quantity = "30m"
     #: Before farspan starts on the first node: modules that are loaded, the conda environment, and
     #: lines of shell.
     modules: tuple[SbatchValue, ...] = ()

@@ -91,6 +91,8 @@ def source_commit() -> str | None:
     return None
 
 
+#: Inside a Slurm job: the name of the jobs that hold nodes of other sites for its run.
+SITE_JOBS_VARIABLE = "FARSPAN_SITE_JOBS"
 #: A line of a spare's standard input, and its answer: a spare that stands still gives none.
 SPARE_ASKED = b"ready?\n"
 SPARE_READY = b"ready\n"
@@ -188,6 +190,7 @@ class RunFolder:
         self.job = path / "job.json"
         #: The Slurm jobs that have trained the run.
         self.slurm_jobs = path / "logs" / "slurm.json"
+        self.slurm_sites = path / "logs" / "slurm-sites.json"
         self.seal = path / "seal"
         self.tensorboard = path / "tensorboard"
         #: Which steps each tracker has, and the files of those that are offline.

@@ -277,7 +277,12 @@ def _refusal(error: msgspec.ValidationError, kind: Any, file: str, text: str) ->
     if match := re.search(r"unknown field `([^`]+)`", message):
         return _unknown_key(match[1], path, kind, file, text)
     problem = re.sub(r" - at `.*`$", "", message, flags=re.DOTALL)
-    fact, remedy = _explain(problem, path or "it", _type_at(kind, path))
+    place = _type_at(kind, path)
+    fact, remedy = _explain(problem, path or "it", place)
+    if " - at `key` in " in message:
+        description = _description_of(place) or "a name that can stand there"
+        fact = f"one of its names is not {description}"
+        remedy = f"in {key_word(path)}, rename it to {description}"
     return Refusal(
         "out-of-range",
         what=f"{path or 'the file'} has a value that farspan cannot use",

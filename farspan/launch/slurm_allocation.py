@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from farspan.domain import catalog
 from farspan.domain.cluster import Cluster, Device, Host, Site
 from farspan.domain.config import SlurmConfig, SlurmNodes
+from farspan.domain.escapes import shell_line
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder
 from farspan.domain.struct_files import load, save
@@ -27,6 +28,8 @@ from farspan.launch.slurm_client import expand_nodes, list_partition_nodes, node
 
 #: What `parallel.cluster` and `--cluster` call the nodes of the job.
 SLURM = "slurm"
+#: The option of srun by which a step enters a job from outside.
+JOB_OPTION = "--jobid="
 #: `gpu:a100:4(S:0-1)` and `gpu:4`: kind and number of GPUs in a node's GRES.
 GPU_GRES = re.compile(r"^gpu(?::(?P<kind>[^:(]+))??(?::(?P<count>\d+))?(?:\(.*\))?$")
 
@@ -110,10 +113,7 @@ def allocated_cluster(backend: str, workers: int | None) -> Cluster:
             enter=() if number == 0 else nodes[number].enter,
             python=sys.executable,
         )
-        with Probe(host) as probe:
-            described = probe.describe_devices(backend, limit).hosts[0]
-        devices = tuple(_confine(device, nodes[number].cpus) for device in described.devices)
-        return replace(host, devices=devices, cpus=nodes[number].cpus, memory=described.memory)
+        return describe_node(host, nodes[number].cpus, backend, limit)
 
     with ThreadPoolExecutor(len(nodes)) as pool:
         hosts = tuple(pool.map(describe, range(len(nodes))))
@@ -121,9 +121,14 @@ def allocated_cluster(backend: str, workers: int | None) -> Cluster:
     return Cluster(sites=(Site(name=name, hosts=hosts),))
 
 
-def _confine(device: Device, cpus: int) -> Device:
-    """Return a device with at most the job's CPUs on its node: Slurm may not confine it."""
-    return device.but(threads=min(device.slot.threads, cpus))
+def describe_node(host: Host, cpus: int, backend: str, limit: int | None = None) -> Host:
+    """Return the host of a node with what a process there finds, on CPUs with at most `limit`
+    workers."""
+    with Probe(host) as probe:
+        described = probe.describe_devices(backend, limit).hosts[0]
+    # At most the job's CPUs: Slurm may not confine it to them.
+    devices = [device.but(threads=min(device.slot.threads, cpus)) for device in described.devices]
+    return replace(host, devices=tuple(devices), cpus=cpus, memory=described.memory)
 
 
 def enter_allocation(cluster: Cluster) -> Cluster:
@@ -134,7 +139,7 @@ def enter_allocation(cluster: Cluster) -> Cluster:
     if not in_allocation():
         return cluster
     nodes = allocated_nodes()
-    hosts = cluster.hosts
+    hosts = [host for host in cluster.hosts if not is_site_host(host)]
     if len(nodes) < len(hosts):
         raise Refusal(
             "device-missing",
@@ -148,6 +153,8 @@ def enter_allocation(cluster: Cluster) -> Cluster:
     by_name = dict(zip(addresses, nodes, strict=False))
 
     def enter(host: Host) -> Host:
+        if is_site_host(host):
+            return host
         is_first = host.name == hosts[0].name
         words = () if is_first else by_name[host.name].enter
         devices = tuple(device.but(enter=None) for device in host.devices)
@@ -161,6 +168,11 @@ def enter_allocation(cluster: Cluster) -> Cluster:
         )
 
     return cluster.with_hosts(enter)
+
+
+def is_site_host(host: Host) -> bool:
+    """Return whether a host is a node of a job at another site (`slurm_sites`)."""
+    return any(word.startswith(JOB_OPTION) for word in host.enter or ())
 
 
 def _addresses(nodes: list[AllocatedNode]) -> list[str]:
@@ -188,32 +200,48 @@ def recorded_jobs(run: RunFolder) -> list[str]:
 
 
 def offered_cluster(config: SlurmConfig) -> Cluster:
-    """Return the nodes that a job of this config would get, by `sinfo` and the catalogue: nothing
-    is probed. Raises Refusal (launcher-unusable)."""
+    """Return the nodes that the jobs of this config would get, by `sinfo` and the catalogue:
+    nothing is probed. Raises Refusal (launcher-unusable, host-unreachable)."""
     hosts = list[Host]()
-    for nodes in (config, *config.components):
-        node = _offered_host(nodes)
+    for number, nodes in enumerate((config, *config.components)):
+        key = f"slurm.components[{number - 1}]" if number else "slurm"
+        node = _offered_host(nodes, key, None)
         for _ in range(nodes.nodes):
             hosts.append(replace(node, name=f"node{len(hosts)}"))
     hosts[0] = replace(hosts[0], enter=())
-    return Cluster(sites=(Site(name=SLURM, hosts=tuple(hosts)),))
+    sites = [Site(name=SLURM, hosts=tuple(hosts))]
+    for name, site in config.sites.items():
+        node = _offered_host(site, f"slurm.sites.{name}", site.login)
+        node = replace(node, python=site.python)
+        host_names = [site_host_name(name, place) for place in range(site.nodes)]
+        nodes_there = tuple(replace(node, name=host_name) for host_name in host_names)
+        sites.append(Site(name=name, hosts=nodes_there))
+    return Cluster(sites=tuple(sites))
 
 
-def _offered_host(nodes: SlurmNodes) -> Host:
-    kinds = list_partition_nodes(nodes.partition)
+def site_host_name(site: str, place: int) -> str:
+    """Return the name of a node of another site, by its place in the job there."""
+    return f"{site}-node{place}"
+
+
+def _offered_host(nodes: SlurmNodes, key: str, login: str | None) -> Host:
+    kinds = list_partition_nodes(nodes.partition, login)
     if nodes.partition is None:
         kinds = [kind for kind in kinds if kind.is_default] or kinds
     wanted = nodes.gres or ("gpu" if nodes.gpus else "")
     fitting = [kind for kind in kinds if _has_gres(kind.gres, wanted)]
     if not fitting:
         listed = ", ".join(f"{kind.partition}: {kind.gres or 'none'}" for kind in kinds)
+        words = ["sinfo", "--format=%P %G"]
+        if login is not None:
+            words = ["ssh", login, shell_line(*words)]
         raise Refusal(
             "launcher-unusable",
             what=f"no node of the partition has {wanted or 'anything'}",
-            where="run.yaml, key slurm.gres",
+            where=f"run.yaml, key {key}.gres",
             fact=f"GRES by sinfo: {listed or 'no nodes'}",
-            remedy="sinfo --format='%P %G', then set slurm.gres",
-            key="slurm.gres",
+            remedy=f"{shell_line(*words)}, then set {key}.gres",
+            key=f"{key}.gres",
         )
     offered = fitting[0]
     cpus = nodes.cpus or offered.cpus
@@ -223,7 +251,7 @@ def _offered_host(nodes: SlurmNodes) -> Host:
         assert cpu is not None
         devices = (cpu.but(threads=cpus),)
     else:
-        devices = _gpus_of(offered.gres, nodes)
+        devices = _gpus_of(offered.gres, nodes, key)
     return Host(
         name="node",
         devices=devices,
@@ -247,7 +275,7 @@ def _has_gres(offered: str, wanted: str) -> bool:
     return True
 
 
-def _gpus_of(offered: str, nodes: SlurmNodes) -> tuple[Device, ...]:
+def _gpus_of(offered: str, nodes: SlurmNodes, key: str) -> tuple[Device, ...]:
     """Return the GPUs of a node by the catalogue. Raises Refusal (launcher-unusable) for a kind
     that it lacks."""
     wanted = (nodes.gres or "gpu").split(",")[0].split(":")
@@ -270,8 +298,8 @@ def _gpus_of(offered: str, nodes: SlurmNodes) -> tuple[Device, ...]:
     raise Refusal(
         "launcher-unusable",
         what="the GRES of these nodes does not name a kind of the catalogue",
-        where="run.yaml, key slurm.kind",
+        where=f"run.yaml, key {key}.kind",
         fact=f"it is {offered or 'none'}",
-        remedy=f"set slurm.kind: {any_of(known)}",
-        key="slurm.kind",
+        remedy=f"set {key}.kind: {any_of(known)}",
+        key=f"{key}.kind",
     )

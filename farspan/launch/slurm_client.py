@@ -1,6 +1,7 @@
 """Slurm's own commands: submitting a script, the state of a job, the nodes of a partition.
 
-All of it goes through `sbatch`, `squeue`, `sinfo` and `scontrol` of Slurm 21.08 and newer.
+All of it goes through `sbatch`, `squeue`, `sinfo` and `scontrol` of Slurm 21.08 and newer, here or
+on the login node of another site.
 """
 
 from __future__ import annotations
@@ -11,11 +12,19 @@ from collections.abc import Sequence
 
 import msgspec
 
+from farspan.domain.cluster import Host
 from farspan.domain.escapes import key_word, shell_line
 from farspan.domain.problems import Refusal
+from farspan.launch.hosts import host_command
+from farspan.launch.reach_faults import explain_fault
 
 #: Slurm's own commands give up on a silent controller after some tens of seconds.
 CLIENT_TIMEOUT_S = 120.0
+#: Exit codes of ssh that could not connect, and of a shell that has no such command.
+SSH_FAILED = 255
+COMMAND_MISSING = 127
+#: What squeue prints of a job (`QueuedJob`): the folder may hold any letter.
+QUEUE_FORMAT = "%i|%T|%r|%V|%S|%N|%C|%Z"
 #: Commands that list what there is.
 ASSOCIATIONS = ("sacctmgr", "show", "associations", "format=user,account,partition,qos")
 NODES = ("sinfo", "--format=%P %l %D %c %m %G %f")
@@ -64,6 +73,9 @@ class QueuedJob(msgspec.Struct, frozen=True, kw_only=True):
     #: When it was submitted, and when it is predicted to start (`N/A` where nothing is known).
     submitted: str
     starts: str
+    #: Its nodes in Slurm's short form, empty while it waits; and the CPUs of all together.
+    node_list: str
+    cpus: int
 
     def __str__(self) -> str:
         text = f"job {self.id}: {self.state}"
@@ -93,35 +105,33 @@ def require_slurm() -> None:
         )
 
 
-def submit_script(script: str) -> str:
-    """Submit a script; return the job's number. Raises Refusal (launcher-unusable) with Slurm's
-    reason."""
-    done = run_client(["sbatch", "--parsable"], given=script)
+def submit_script(script: str, login: str | None = None, key: str = "slurm") -> str:
+    """Submit a script that the table `key` of run.yaml asks for; return the job's number. Raises
+    Refusal (launcher-unusable) with Slurm's reason."""
+    done = run_client(["sbatch", "--parsable"], login, given=script)
     if done.returncode:
-        raise _explain_refusal(done.stderr)
+        raise _explain_refusal(done.stderr, login, key)
     return done.stdout.strip().partition(";")[0]
 
 
-def check_script(script: str) -> str:
+def check_script(script: str, login: str | None = None, key: str = "slurm") -> str:
     """Have Slurm check a script without submitting it; return its message on the start. Raises
     Refusal (launcher-unusable)."""
-    done = run_client(["sbatch", "--test-only"], given=script)
+    done = run_client(["sbatch", "--test-only"], login, given=script)
     if done.returncode:
-        raise _explain_refusal(done.stderr)
+        raise _explain_refusal(done.stderr, login, key)
     return done.stderr.strip()
 
 
-def list_jobs(name: str) -> list[QueuedJob]:
+def list_jobs(name: str, login: str | None = None) -> list[QueuedJob]:
     """List this user's jobs of a name that have not ended."""
-    form = "%i|%T|%r|%V|%S|%Z"
-    done = run_client(["squeue", "--me", "--noheader", f"--name={name}", f"--format={form}"])
-    return _parse_jobs(done)
+    words = ["squeue", "--me", "--noheader", f"--name={name}", f"--format={QUEUE_FORMAT}"]
+    return _parse_jobs(run_client(words, login))
 
 
 def find_job(number: str) -> QueuedJob | None:
     """Return a job that has not ended; None of one that has."""
-    form = "%i|%T|%r|%V|%S|%Z"
-    done = run_client(["squeue", "--noheader", f"--jobs={number}", f"--format={form}"])
+    done = run_client(["squeue", "--noheader", f"--jobs={number}", f"--format={QUEUE_FORMAT}"])
     jobs = [] if "Invalid job id" in done.stderr else _parse_jobs(done)
     return jobs[0] if jobs else None
 
@@ -131,7 +141,7 @@ def _parse_jobs(done: subprocess.CompletedProcess[str]) -> list[QueuedJob]:
         raise _no_answer("squeue", done.stderr)
     jobs = []
     for line in done.stdout.splitlines():
-        number, state, reason, submitted, starts, workdir = line.split("|", 5)
+        number, state, reason, submitted, starts, nodes, cpus, workdir = line.split("|", 7)
         if state in LIVE_STATES:
             job = QueuedJob(
                 id=number,
@@ -140,25 +150,27 @@ def _parse_jobs(done: subprocess.CompletedProcess[str]) -> list[QueuedJob]:
                 workdir=workdir,
                 submitted=submitted,
                 starts=starts,
+                node_list=nodes,
+                cpus=int(cpus),
             )
             jobs.append(job)
     return jobs
 
 
-def node_facts(nodes: Sequence[str]) -> list[dict[str, str]]:
+def node_facts(nodes: Sequence[str], login: str | None = None) -> list[dict[str, str]]:
     """Return the facts of each node by `scontrol show node`, by key."""
     facts = []
     for node in nodes:
-        done = run_client(["scontrol", "--oneliner", "show", "node", node])
+        done = run_client(["scontrol", "--oneliner", "show", "node", node], login)
         if done.returncode:
             raise _no_answer("scontrol", done.stdout + done.stderr)
         facts.append(dict(re.findall(r"(\w+)=(\S*)", done.stdout)))
     return facts
 
 
-def expand_nodes(short: str) -> list[str]:
+def expand_nodes(short: str, login: str | None = None) -> list[str]:
     """Return the nodes of Slurm's short form, `n[0-3]`."""
-    done = run_client(["scontrol", "show", "hostnames", short])
+    done = run_client(["scontrol", "show", "hostnames", short], login)
     if done.returncode:
         raise _no_answer("scontrol", done.stderr)
     return done.stdout.split()
@@ -175,12 +187,12 @@ class PartitionNodes(msgspec.Struct, frozen=True, kw_only=True):
     gres: str
 
 
-def list_partition_nodes(partition: str | None) -> list[PartitionNodes]:
+def list_partition_nodes(partition: str | None, login: str | None = None) -> list[PartitionNodes]:
     """List the nodes of a partition, or of all, by kind."""
     words = ["sinfo", "--noheader", "--exact", "--format=%P|%D|%c|%m|%G"]
     if partition is not None:
         words.append(f"--partition={partition}")
-    done = run_client(words)
+    done = run_client(words, login)
     if done.returncode:
         raise _no_answer("sinfo", done.stderr)
     kinds = []
@@ -199,11 +211,19 @@ def list_partition_nodes(partition: str | None) -> list[PartitionNodes]:
     return kinds
 
 
-def run_client(words: Sequence[str], given: str | None = None) -> subprocess.CompletedProcess[str]:
-    require_slurm()
+def run_client(
+    words: Sequence[str], login: str | None = None, *, given: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of Slurm's here, or on another site's login node. Raises Refusal
+    (launcher-unusable, host-unreachable) where it does not run."""
+    command = list(words)
+    if login is None:
+        require_slurm()
+    else:
+        command = host_command(Host(name=login, devices=()), words)
     try:
-        return subprocess.run(
-            words,
+        done = subprocess.run(
+            command,
             input=given,
             stdin=None if given is not None else subprocess.DEVNULL,
             capture_output=True,
@@ -214,7 +234,26 @@ def run_client(words: Sequence[str], given: str | None = None) -> subprocess.Com
     except subprocess.TimeoutExpired:
         raise _no_answer(words[0], f"no answer within {CLIENT_TIMEOUT_S:.0f} s") from None
     except FileNotFoundError:
-        raise _no_answer(words[0], "it is not on PATH") from None
+        raise _no_answer(command[0], "it is not on PATH") from None
+    if login is not None and done.returncode in (SSH_FAILED, COMMAND_MISSING):
+        raise _no_login(login, command, done.stderr)
+    return done
+
+
+def _no_login(login: str, command: Sequence[str], printed: str) -> Refusal:
+    """Return the refusal of a login node that cannot be entered, or has no Slurm."""
+    look = shell_line("ssh", login, "sinfo")
+    ssh = tuple(command[: command.index(login) + 1])
+    fault = explain_fault(login, ssh, printed, look)
+    # A shell that finds no Python is no fault of this command's.
+    no_slurm = fault.cause == "python"
+    return Refusal(
+        "host-unreachable",
+        what=f"{login} has no Slurm" if no_slurm else f"{login} cannot be entered: {fault.cause}",
+        where=f"login node {login}",
+        fact=fault.fact,
+        remedy=look if no_slurm else fault.remedy,
+    )
 
 
 def _no_answer(client: str, message: str) -> Refusal:
@@ -227,22 +266,24 @@ def _no_answer(client: str, message: str) -> Refusal:
     )
 
 
-def _explain_refusal(message: str) -> Refusal:
+def _explain_refusal(message: str, login: str | None, table: str) -> Refusal:
     """Return the refusal of a job, with the key of run.yaml that Slurm's message is about."""
     fact = _last_line(message)
+    at = "" if login is None else f" at {login}"
     for sign, key, listing in REFUSALS:
         if sign.lower() in message.lower():
+            words = list(listing) if login is None else ["ssh", login, shell_line(*listing)]
             return Refusal(
                 "launcher-unusable",
-                what=f"Slurm refuses the job's {key}",
-                where=f"run.yaml, key slurm.{key}",
+                what=f"Slurm{at} refuses the job's {key}",
+                where=f"run.yaml, key {table}.{key}",
                 fact=fact,
-                remedy=f"{shell_line(*listing)}, then set slurm.{key_word(key)}",
-                key=f"slurm.{key}",
+                remedy=f"{shell_line(*words)}, then set {key_word(table)}.{key_word(key)}",
+                key=f"{table}.{key}",
             )
     return Refusal(
         "launcher-unusable",
-        what="Slurm refuses the job",
+        what=f"Slurm{at} refuses the job",
         where="sbatch",
         fact=fact,
         remedy="farspan slurm run.yaml --print > job.sbatch && sbatch --test-only job.sbatch",

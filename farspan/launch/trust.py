@@ -27,7 +27,7 @@ from farspan.domain.problems import command as farspan
 from farspan.domain.run import RunFolder, RunRecord, state_folder
 from farspan.domain.struct_files import load, load_yaml, read_bytes, save, write_atomically
 from farspan.launch.hosts import host_command, host_python
-from farspan.launch.slurm_allocation import in_allocation
+from farspan.launch.slurm_allocation import SLURM, in_allocation
 
 #: Hosts whose commands, and links, that a refusal prints.
 MAX_SHOWN = 4
@@ -129,7 +129,8 @@ def list_commands(run: RunFolder) -> list[str]:
         hosts += load_cluster_json(run.whole_cluster).hosts
     record = load(run.record, RunRecord)
     notify = None if record.asked is None else record.asked.notify
-    return plain_commands(hosts, record.launcher, notify, _list_copies(run))
+    logins = [shell_line("ssh", login, "squeue") for login in _list_logins(run)]
+    return [*plain_commands(hosts, record.launcher, notify, _list_copies(run)), *logins]
 
 
 def plain_commands(
@@ -159,6 +160,15 @@ def _list_copies(run: RunFolder) -> tuple[str, ...]:
     return load_yaml(run.config, RunConfig).checkpoint.copies
 
 
+def _list_logins(run: RunFolder) -> list[str]:
+    """List the login nodes of other Slurm sites, whose queues are asked: by run.yaml, which may be
+    edited."""
+    if not run.config.exists() or load(run.record, RunRecord).launcher != SLURM:
+        return []
+    sites = load_yaml(run.config, RunConfig).slurm.sites
+    return [site.login for site in sites.values()]
+
+
 def seal_server(path: Path, location: str) -> None:
     """Mark with a seal at `path` that this user put an index's vectors at a server."""
     write_atomically(path, _sign_contents(b"server", location.encode()))
@@ -185,6 +195,7 @@ def _sign_run(run: RunFolder) -> bytes:
     if run.whole_cluster.exists():
         contents.append(read_bytes(run.whole_cluster))
     contents += [place.encode() for place in _list_copies(run)]
+    contents += [login.encode() for login in _list_logins(run)]
     return _sign_contents(*contents)
 
 

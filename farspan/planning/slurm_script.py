@@ -1,4 +1,5 @@
-"""The sbatch script of a run: it trains until the run is finished, in one job after another.
+"""The sbatch scripts of a run: one trains until the run is finished, in one job after another; on
+each further site one holds nodes for it.
 
 Options are those of Slurm 21.08 and newer.
 """
@@ -8,11 +9,12 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from farspan.domain.config import SlurmConfig, SlurmNodes
+from farspan.domain.config import Quantity, SlurmConfig, SlurmNodes
 from farspan.domain.escapes import key_word, shell_line
 from farspan.domain.problems import Refusal
-from farspan.domain.run import RunFolder
+from farspan.domain.run import SITE_JOBS_VARIABLE, RunFolder
 from farspan.domain.units import format_seconds, parse_duration
 from farspan.planning.quantities import out_of_range, parse_positive, setting_remedy
 
@@ -83,14 +85,65 @@ done
 if [ -n "$noticed" ] && [ "$code" -ne 0 ]; then
     if [ "$(newest_checkpoint)" = "$before" ]; then
         echo "farspan: this job saved nothing: raise slurm.time, now {time}" >&2
-        exit "$code"
+        {end}
     fi
     echo "farspan: saved before the limit of the job, which goes back into the queue"
     if scontrol requeue "$SLURM_JOB_ID"; then exit 0; fi
     echo "farspan: it cannot be requeued; to go on: farspan slurm" >&2
 fi
-exit "$code"
+{end}
 """
+#: Ends with the code of the training; where other sites hold nodes for it, that ends too.
+END = 'exit "$code"'
+HOLDS = """\
+export {variable}={name}
+release_sites() {{
+{cancel}
+}}
+
+"""
+CANCEL = "    {enter} 'squeue --me --noheader --format=%i --name={names} | xargs -r scancel' || :"
+
+#: The job at another site. It is asked for its steps this often, and ends after so long without
+#: any. A choice: the run's own job may wait in its queue meanwhile, and asks for it again.
+HELD_POLL_S = 30
+MAX_IDLE_S = 1800
+#: USR1 comes before the job's limit. Workers that get TERM from Slurm save that very step.
+HOLDING = """\
+steps() {{
+    squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i | grep -cv -e batch -e extern
+}}
+noticed=
+trap 'noticed=1' USR1
+
+idle_s=0
+while [ -z "$noticed" ]; do
+    sleep {poll_s} &
+    wait $!
+    idle_s=$((idle_s + {poll_s}))
+    [ "$(steps)" -eq 0 ] || idle_s=0
+    if [ "$idle_s" -ge {max_idle_s} ]; then
+        echo "farspan: no run has entered this job for {max_idle}: it ends"
+        exit 0
+    fi
+done
+
+scancel --signal=TERM "$SLURM_JOB_ID"
+saving_s=0
+while [ "$(steps)" -gt 0 ] && [ "$saving_s" -lt {notice_s} ]; do
+    sleep 5
+    saving_s=$((saving_s + 5))
+done
+echo "farspan: the limit of the job is near: it goes back into the queue"
+scontrol requeue "$SLURM_JOB_ID"
+"""
+
+
+class LoginNode(NamedTuple):
+    """A login node of other sites: the words that enter it, and the names of the jobs there."""
+
+    enter: Sequence[str]
+    jobs: Sequence[str]
 
 
 def write_training_script(
@@ -99,9 +152,12 @@ def write_training_script(
     *,
     train: Sequence[object],
     workdir: Path,
+    site_jobs: str = "",
+    logins: Sequence[LoginNode] = (),
 ) -> str:
     """Return the script that trains `run`; `train` is the command that begins or resumes
-    it. Raises Refusal (out-of-range)."""
+    it. Jobs whose names begin with `site_jobs` hold nodes of other sites. Raises Refusal
+    (out-of-range)."""
     path = run.path.absolute()
     log = path.with_name(f"{path.name}.slurm.log")
     limit_s = job_limit_s(config)
@@ -109,19 +165,54 @@ def write_training_script(
         f"#SBATCH --job-name={job_name(path.name)}",
         "#SBATCH --requeue",
         "#SBATCH --open-mode=append",
-        *_signal_lines(config, limit_s),
+        *_signal_lines(config, config.time, limit_s, "slurm.time"),
     ]
     limit = "the partition's" if limit_s is None else format_seconds(limit_s)
     begin = shell_line(*train)
-    body = TRAINING.format(
+    holds = ""
+    end = END
+    if logins:
+        lines = []
+        for login in logins:
+            enter = shell_line(*login.enter)
+            lines.append(CANCEL.format(enter=enter, names=",".join(login.jobs)))
+        holds = HOLDS.format(variable=SITE_JOBS_VARIABLE, name=site_jobs, cancel="\n".join(lines))
+        end = f"release_sites; {END}"
+    body = holds + TRAINING.format(
         checkpoints=shell_line(path / "checkpoints"),
         train=begin,
         # As a shell calls such ends.
         crashed="|".join(str(128 + number) for number in CRASHES),
         max_kills=MAX_KILLS,
         time=limit,
+        end=end,
     )
     return _assemble(config, head, log, workdir, limit_s, body)
+
+
+def write_holding_script(config: SlurmConfig, site_name: str, name: str) -> str:
+    """Return the script of a job that holds the nodes of another site for a run; `name` is the
+    job's. Raises Refusal (out-of-range)."""
+    # Else the run's own job would refuse it, once it has waited in its queue.
+    parse_wait_s(config)
+    site = config.sites[site_name]
+    key = f"slurm.sites.{site_name}"
+    limit_s = _limit_s(site.time, f"{key}.time")
+    signal_lines = _signal_lines(config, site.time, limit_s, f"{key}.time")
+    lines = ["#!/bin/bash -l", f"#SBATCH --job-name={name}", "#SBATCH --requeue"]
+    # The folder is the home there.
+    lines += ["#SBATCH --open-mode=append", "#SBATCH --output=%x.log", *signal_lines]
+    if limit_s is not None:
+        lines.append(f"#SBATCH --time={_slurm_time(limit_s)}")
+    lines += _options(site, JOB_OPTIONS)
+    lines += _node_lines(site, key)
+    body = HOLDING.format(
+        poll_s=HELD_POLL_S,
+        max_idle_s=MAX_IDLE_S,
+        max_idle=format_seconds(MAX_IDLE_S),
+        notice_s=round(parse_notice_s(config)),
+    )
+    return "\n".join([*lines, "", body])
 
 
 def write_command_script(
@@ -191,14 +282,16 @@ def _setup_lines(config: SlurmConfig) -> Iterator[str]:
 
 def job_limit_s(config: SlurmConfig) -> float | None:
     """Return the seconds that one job may take; None is as the partition has it."""
-    if config.time is None:
-        return None
-    return parse_positive(parse_duration, config.time, "slurm.time", "4h")
+    return _limit_s(config.time, "slurm.time")
 
 
-def _signal_lines(config: SlurmConfig, limit_s: float | None) -> Iterator[str]:
-    """Yield the option that announces the limit. Refuses a notice that would come when the job
-    starts."""
+def _limit_s(time: Quantity | None, key: str) -> float | None:
+    return None if time is None else parse_positive(parse_duration, time, key, "4h")
+
+
+def parse_notice_s(config: SlurmConfig) -> float:
+    """Return the seconds before a job's limit at which the run saves. Raises Refusal
+    (out-of-range)."""
     notice_s = parse_positive(parse_duration, config.notice, "slurm.notice", "3m")
     if notice_s > MAX_NOTICE_S:
         raise out_of_range(
@@ -207,17 +300,32 @@ def _signal_lines(config: SlurmConfig, limit_s: float | None) -> Iterator[str]:
             "Slurm takes at most 18 hours",
             setting_remedy("slurm.notice", "3m"),
         )
+    return notice_s
+
+
+def parse_wait_s(config: SlurmConfig) -> float:
+    """Return the seconds that a run's first start waits for the jobs at other sites. Raises Refusal
+    (out-of-range)."""
+    return parse_positive(parse_duration, config.wait, "slurm.wait", "30m")
+
+
+def _signal_lines(
+    config: SlurmConfig, time: Quantity | None, limit_s: float | None, key: str
+) -> Iterator[str]:
+    """Yield the option that announces the limit of a job, which `key` gives as `time`. Refuses a
+    notice that would come when the job starts."""
+    notice_s = parse_notice_s(config)
     if limit_s is not None and notice_s + NOTICE_RESOLUTION_S >= limit_s:
         raise Refusal(
             "out-of-range",
-            what=f"slurm.time = {config.time} leaves no time to train",
-            where="run.yaml, key slurm.time",
+            what=f"{key} = {time} leaves no time to train",
+            where=f"run.yaml, key {key}",
             fact=(
                 f"the run saves {format_seconds(notice_s)} before the limit, and Slurm gives "
                 f"notice up to {format_seconds(NOTICE_RESOLUTION_S)} earlier"
             ),
-            remedy="set slurm.time: 1h, or a shorter slurm.notice",
-            key="slurm.time",
+            remedy=f"set {key}: 1h, or a shorter slurm.notice",
+            key=key,
         )
     yield f"#SBATCH --signal=B:USR1@{notice_s:.0f}"
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from farspan.app.configs import make_config
-from farspan.app.slurm_jobs import training_script
+from farspan.app.slurm_jobs import site_jobs_of, site_scripts, training_script
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
 from farspan.launch.slurm_client import check_script, submit_script
+from farspan.planning.slurm_script import HELD_POLL_S, MAX_IDLE_S
 from tests.slurm.daemons import Slurm
 from tests.waiting import LIMIT_S
 
@@ -19,6 +20,11 @@ from tests.waiting import LIMIT_S
 def script_of(**slurm: object) -> str:
     config = make_config("text", slurm=slurm)
     return training_script(config, RunFolder(Path("runs/papers")), ["run.yaml"])
+
+
+def site_script_of(**site: object) -> str:
+    config = make_config("text", slurm={"sites": {"mass": {"login": "login.mass", **site}}})
+    return site_scripts(config, RunFolder(Path("runs/papers")))["mass"]
 
 
 def options(script: str) -> list[str]:
@@ -145,9 +151,89 @@ def test_killed_process_begins_again_while_it_saves(saves, ends, code, starts, t
     assert len((tmp_path / "starts").read_text().split()) == starts
 
 
+def test_job_at_another_site_asks_for_what_its_table_names():
+    asked = options(site_script_of(partition="gpu", account="lab-2", time="8h", nodes=2, gpus=4))
+    assert asked == [
+        f"--job-name={site_jobs_of(RunFolder(Path('runs/papers')))}-mass",
+        "--requeue",
+        "--open-mode=append",
+        "--output=%x.log",
+        "--signal=B:USR1@180",
+        "--time=0-08:00:00",
+        "--account=lab-2",
+        "--partition=gpu",
+        "--nodes=2",
+        "--gpus-per-node=4",
+        "--ntasks-per-node=1",
+    ]
+
+
+#: Stand-ins for Slurm's commands: squeue shows a step for so many times, and the others only log.
+QUEUE = """\
+sleep() { :; }
+squeue() {
+    echo asked >> asked
+    [ "$(wc -l < asked)" -gt %d ] || echo 7.0
+    echo 7.batch
+}
+scancel() { echo "scancel $*" >> log; rm -f asked; }
+scontrol() { echo "scontrol $*" >> log; }
+SLURM_JOB_ID=7
+"""
+
+
+def hold(folder: Path, *, steps: int, begin: str = "") -> list[str]:
+    """Run the job of another site that is entered for so many looks; return what it asks of
+    Slurm."""
+    script = site_script_of().replace("#!/bin/bash -l", QUEUE % steps)
+    script = script.replace("idle_s=0\n", f"idle_s=0\n{begin}\n", 1)
+    (folder / "job").write_text(script)
+    done = subprocess.run(["bash", "job"], cwd=folder, timeout=LIMIT_S, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    log = folder / "log"
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def test_job_at_another_site_ends_once_nobody_has_entered_it_for_long(tmp_path):
+    assert hold(tmp_path, steps=5) == []
+    looks = len((tmp_path / "asked").read_text().split())
+    assert looks == 5 + MAX_IDLE_S / HELD_POLL_S
+
+
+def test_job_at_another_site_gives_notice_to_workers_and_goes_back_into_the_queue(tmp_path):
+    log = hold(tmp_path, steps=3, begin="kill -USR1 $$")
+    assert log == ["scancel --signal=TERM 7", "scontrol requeue 7"]
+
+
+@pytest.mark.parametrize(("ends", "code"), [("exit 0", 0), ("exit 15", 15), ("kill -TERM $$", 143)])
+def test_end_of_a_run_ends_its_jobs_at_other_sites(ends, code, tmp_path):
+    config = make_config("text", slurm={"sites": {"mass": {"login": "login.mass"}}})
+    script = training_script(config, RunFolder(tmp_path / "runs/papers"), ["run.yaml"])
+    command = next(line for line in script.splitlines() if "--until-done" in line)
+    script = script.replace(command, "    sh stub &").replace("#!/bin/bash -l", "")
+    (tmp_path / "stub").write_text(ends)
+    (tmp_path / "ssh").write_text('#!/bin/sh\nshift 5\necho "$@" > asked\n')
+    (tmp_path / "ssh").chmod(0o755)
+    (tmp_path / "job").write_text(script)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(
+        ["bash", "job"], cwd=tmp_path, env=environment, timeout=LIMIT_S, capture_output=True
+    )
+    assert done.returncode == code, done.stderr
+    asked = (tmp_path / "asked").read_text()
+    name = site_jobs_of(RunFolder(tmp_path / "runs/papers"))
+    queue = f"squeue --me --noheader --format=%i --name={name}-mass"
+    assert asked == f"login.mass {queue} | xargs -r scancel\n"
+
+
 @pytest.mark.parametrize(
     ("slurm", "key"),
     [
+        ({"sites": {"mass": {"login": "-oProxyCommand=x"}}}, "slurm.sites"),
+        ({"sites": {"mass": {"login": "a b"}}}, "slurm.sites"),
+        ({"sites": {"a b": {"login": "a"}}}, "slurm.sites"),
+        ({"sites": {"mass": {"login": "a;b"}}}, "slurm.sites"),
+        ({"sites": {"mass": {"partition": "gpu"}}}, "slurm.sites"),
         ({"time": "4m", "notice": "3m"}, "slurm.time"),
         ({"time": "soon"}, "slurm.time"),
         ({"notice": "0s"}, "slurm.notice"),
@@ -172,6 +258,24 @@ def test_values_that_no_job_can_have_are_refused_with_their_key(slurm, key):
     )
 
 
+@pytest.mark.parametrize(
+    ("site", "wait", "key"),
+    [
+        ({"time": "4m"}, "30m", "slurm.sites.mass.time"),
+        ({"time": "soon"}, "30m", "slurm.sites.mass.time"),
+        ({"gpus": 1, "gres": "gpu:1"}, "30m", "slurm.sites.mass.gres"),
+        ({}, "0s", "slurm.wait"),
+    ],
+)
+def test_values_of_another_site_that_no_job_can_have_are_refused_with_their_key(site, wait, key):
+    sites = {"mass": {"login": "login.mass", **site}}
+    config = make_config("text", slurm={"sites": sites, "wait": wait})
+    with pytest.raises(Refusal) as refused:
+        site_scripts(config, RunFolder(Path("runs/papers")))
+    assert refused.value.problem.code == "out-of-range"
+    assert refused.value.problem.key == key
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "asked",
@@ -186,6 +290,8 @@ def test_values_that_no_job_can_have_are_refused_with_their_key(slurm, key):
 )
 def test_a_real_slurm_takes_the_script(asked, in_slurm: Slurm):
     check_script(script_of(**asked))
+    if "components" not in asked:
+        check_script(site_script_of(**asked))
 
 
 @pytest.mark.slow

@@ -48,8 +48,13 @@ def run(given: argparse.Namespace, console: Console) -> None:
     else:
         script = slurm_jobs.probe_script(config, given.probe)
     console.write_line(script)
+    sites = slurm_jobs.site_scripts(config, folder) if given.probe is None else {}
+    for site, text in sites.items():
+        # As comments: what is printed may be submitted.
+        heading = f"\nAt {config.slurm.sites[site].login}, for site {site}:\n\n{text}"
+        console.write_line("\n".join(f"# {line}".rstrip() for line in heading.splitlines()))
     if given.only_print:
-        console.answer({"script": script})
+        console.answer({"script": script, **({"sites": sites} if sites else {})})
         return
     with Show(console) as show:
         if given.probe is None:
