@@ -27,8 +27,8 @@ CURABLE = (
 #: Of these a first start is refused at once: something that never ran is to be mended by who asked
 #: for it.
 AT_FIRST = ("host-unreachable", "device-missing", "device-busy", "launcher-unusable")
-#: A host whose workers were all preempted goes away, and is not tried again for so many seconds:
-#: the longest notice that is usual, that of AWS (Azure, Google Cloud and Slurm's KillWait: 30 s).
+#: A host that is being taken away is not tried again for so many seconds: the longest notice that
+#: is usual, that of AWS (Azure, Google Cloud and Slurm's KillWait: 30 s).
 NOTICE_S = 120.0
 #: The same fault this often at the same step ends the run.
 MAX_SAME_FAULT = 3
@@ -69,16 +69,17 @@ class Faults:
         self.seen: list[Seen] = []
         #: Steps whose batch is left out from now on.
         self.skipped_steps: tuple[int, ...] = ()
-        #: Until when hosts that were preempted are not tried again.
+        #: Until when hosts that are being taken away are not tried again.
         self._leaving = dict[str, float]()
 
     def mark_preempted(self, fault: Seen, plan: Plan, cluster: Cluster) -> None:
-        """Take a fault: hosts that it has taken away whole are leaving. This machine is not: its
-        own shutdown would have ended this process."""
+        """Take a fault: hosts that show that they are being taken away, with all their workers, are
+        leaving. This machine is not: its own shutdown would have ended this process."""
         lost_ranks = set(fault.problem.ranks)
         for host in cluster.hosts:
             ranks = {rank for rank, at in enumerate(plan.devices) if at.host == host.name}
-            if ranks and ranks <= lost_ranks and host.enter != ():
+            leaves = host.name in fault.problem.leaving
+            if leaves and ranks <= lost_ranks and host.enter != ():
                 self._leaving[host.name] = fault.at + NOTICE_S
 
     def leaving_hosts(self, now: float) -> set[str]:

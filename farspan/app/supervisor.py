@@ -329,12 +329,14 @@ class Supervisor:
         """Return the problem of workers that all got a signal, which nobody asked for here: that of
         hosts which are taken away."""
         devices = self._run.load_plan().devices
+        hosts = {rank: device.host for rank, device in enumerate(devices)}
         fact = f"each got a signal from outside the run; step {self._step} is saved"
         return preemption_problem(
-            {rank: device.host for rank, device in enumerate(devices)},
+            hosts,
             where=self._run.path,
             fact=fact,
             remedy=command("resume", self._run.path),
+            leaving=tuple(dict.fromkeys(hosts.values())),
         )
 
     def _halve_once(self, fatal: Problem) -> Planned | None:

@@ -106,6 +106,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     suspected: Literal["memory"] | None = None
     #: All workers that were preempted together; `rank` is the first of them.
     ranks: tuple[int, ...] = ()
+    #: The hosts of these that are being taken away; the signal to others was for a process alone.
+    leaving: tuple[str, ...] = ()
 
     @property
     def predicate(self) -> str:

@@ -67,6 +67,7 @@ from farspan.runtime.device import (
     memory_is_full,
     open_device,
 )
+from farspan.runtime.host_shutdown import is_host_leaving
 from farspan.runtime.model import huggingface
 from farspan.runtime.model.compiled_blocks import BlockInputs, compile_or_restore
 from farspan.runtime.model.decoder import Decoder, initial_adapters, initial_parameters
@@ -287,8 +288,9 @@ def train(
                 f"a signal from outside the run asked it to end; step {trainer.state.step} is "
                 "saved, so no step is lost"
             )
+            leaving = tuple(dict.fromkeys(hosts[peer] for peer in trainer.leaving))
             preemption = preemption_problem(
-                hosts, where=run.path, fact=fact, remedy=run.resume_command()
+                hosts, where=run.path, fact=fact, remedy=run.resume_command(), leaving=leaving
             )
         finish(reason, preemption)
     # All have parted from each other, and what they had is saved.
@@ -343,6 +345,7 @@ def start_trainer(
     worker.stop = requests.asked
     worker.preempted = requests.preempted
     worker.noticed = requests.noticed
+    worker.host_leaves = lambda: requests.noticed() or is_host_leaving()
     worker.epoch = epoch
     trainer = Trainer(worker, began=began)
     trainer.restore()

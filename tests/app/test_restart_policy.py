@@ -81,19 +81,21 @@ def test_run_that_makes_a_step_between_faults_goes_on_for_ever():
         assert faults.decide_restart(seen(step=step, at=float(step)), trained=True) is None
 
 
-def test_only_a_host_that_was_preempted_whole_is_leaving_and_for_its_notice():
-    """Not one that has workers left, and not this machine, on which the supervisor runs."""
+def test_only_a_host_that_is_taken_away_whole_is_leaving_and_for_its_notice():
+    """Not one that has workers left or shows nothing of it, and not this machine, on which the
+    supervisor runs."""
     device = Device(kind="cpu-avx2", backend="cpu", memory=2**30)
-    names = ("here", "whole", "part", "idle")
+    names = ("here", "whole", "part", "signalled", "idle")
     hosts = tuple(
         Host(name=name, devices=(device,) * 2, enter=() if name == "here" else None)
         for name in names
     )
     cluster = Cluster(sites=(Site(name="a", hosts=hosts),))
-    plan = tiny.plan(TRAIN, rows=(2, 2, 1, 1, 1, 1))
-    at = [replace(plan.devices[0], host=name) for name in names[:3] for _ in range(2)]
+    plan = tiny.plan(TRAIN, rows=(1,) * 8)
+    at = [replace(plan.devices[0], host=name) for name in names[:4] for _ in range(2)]
     plan = replace(plan, devices=tuple(at))
-    problem = replace(LOST, code="preempted", ranks=(0, 1, 2, 3, 4))
+    ranks = (0, 1, 2, 3, 4, 6, 7)
+    problem = replace(LOST, code="preempted", ranks=ranks, leaving=names[:3])
     faults = Faults()
     faults.mark_preempted(seen(problem, at=100.0), plan, cluster)
     assert faults.leaving_hosts(100.0) == faults.leaving_hosts(99.9 + NOTICE_S) == {"whole"}

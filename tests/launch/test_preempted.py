@@ -21,6 +21,7 @@ from farspan.domain.run import RunFolder
 from farspan.domain.run_events import Finished, Recovered, Saved, Step, read_events
 from farspan.launch.launchers import launch_workers
 from farspan.runtime.checkpoint import checkpoint_folder
+from farspan.runtime.host_shutdown import JOB_VARIABLES
 from tests import tiny
 from tests.app.supervised import Watched, made
 from tests.launch.test_killed import holders, processes, said, started
@@ -347,15 +348,24 @@ def test_the_workers_of_a_host_that_is_preempted_are_named_and_those_of_others_s
 
 
 @pytest.mark.slow
-def test_a_host_that_is_preempted_whole_is_not_tried_again_at_once(tmp_path, cluster, monkeypatch):
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_host_is_not_tried_again_at_once_only_if_it_is_being_taken_away(
+    tmp_path, cluster, monkeypatch, leaves
+):
     """Nothing else is wrong with it, so it is there when its notice is over."""
     utah, star = (replace(TWO.devices[0], host=host) for host in ("utah", "star"))
     run = made(tmp_path / "run", replace(TWO, devices=(utah, star)))
     save_cluster_json(cluster, run.cluster)
     monkeypatch.setattr("farspan.app.restart_policy.NOTICE_S", 1.0)
+    for name in JOB_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    if leaves:
+        monkeypatch.setenv("PBS_JOBID", "7")
     watched, ending = trained_through(run, lambda watched: preempt(run, 1))
     assert isinstance(ending, Finished) and ending.reason == "interrupted"
-    assert watched.faulted[0].problem.host == "star"
-    assert "waiting for star" in watched.notes
+    (fault,) = watched.faulted
+    assert (fault.problem.host, fault.problem.leaving) == ("star", ("star",) if leaves else ())
+    assert ("waiting for star" in watched.notes) == leaves
     (again,) = [event for event in watched.events if isinstance(event, Recovered)]
-    assert again.lost == 0 and again.down_s >= 1.0
+    assert again.lost == 0
+    assert again.down_s >= (1.0 if leaves else 0.0)

@@ -130,6 +130,8 @@ class Trainer:
             )
         #: The ranks whose preemption has ended this start, if one has.
         self.preempted: tuple[int, ...] = ()
+        #: Those of them whose hosts are being taken away.
+        self.leaving: tuple[int, ...] = ()
         self._whole = WholeState(worker.group.device)
         self._last_result: StepResult | None = None
         self._keeps_last_step = has_copies(worker.plan) and self.recorded is None
@@ -260,6 +262,9 @@ class Trainer:
                 return "interrupted"
             time.sleep(LOOK_S)
         self.preempted = ranks
+        leaves = group.rank in ranks and self.worker.host_leaves()
+        leaving = group.all_gather(float(leaves))
+        self.leaving = tuple(rank for rank in ranks if leaving[rank])
         return "preempted"
 
     def _sync_replicas(self) -> bool:

@@ -35,10 +35,12 @@ class Worker:
     #: Tokens that samples of a finished run begin with.
     prompts: tuple[list[int], ...] = ()
     #: Asked between steps: whether the run is to save and end, whether this worker is to go, and
-    #: whether its cloud has given notice of that.
+    #: whether its cloud has given notice of that. A worker that goes is asked whether its host
+    #: does, too.
     stop: Callable[[], bool] = lambda: False
     preempted: Callable[[], bool] = lambda: False
     noticed: Callable[[], bool] = lambda: False
+    host_leaves: Callable[[], bool] = lambda: False
     #: The start of the run that this worker belongs to.
     epoch: Epoch = field(default_factory=lambda: Epoch(number=0))
 
