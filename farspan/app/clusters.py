@@ -5,16 +5,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from farspan.app.extensions import find_extensions
-from farspan.domain.cluster import Cluster
+from farspan.domain.cluster import Cluster, Link
 from farspan.domain.cluster_json import load_cluster_json
-from farspan.domain.config import ParallelConfig, RunConfig
+from farspan.domain.config import ParallelConfig, RunConfig, SlurmConfig
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.struct_files import load, load_yaml
+from farspan.domain.units import parse_duration
 from farspan.launch.clusters import THIS_MACHINE
 from farspan.launch.slurm_allocation import SLURM
+from farspan.planning.quantities import parse_positive
 
 
 def find_cluster(name: str, *, as_written: bool = False) -> Cluster:
@@ -145,7 +149,8 @@ def _slurm_cluster(config: RunConfig) -> Cluster:
     parallel = config.parallel
     is_inside = slurm_allocation.in_allocation()
     if parallel.cluster in (None, SLURM) and not is_inside:
-        return slurm_allocation.offered_cluster(config.slurm)
+        cluster = slurm_allocation.offered_cluster(config.slurm)
+        return replace(cluster, links=_given_links(config.slurm))
     sites = config.slurm.sites if is_inside else {}
     jobs = slurm_sites.running_site_jobs(sites)
     if parallel.cluster not in (None, SLURM):
@@ -154,6 +159,17 @@ def _slurm_cluster(config: RunConfig) -> Cluster:
     limit = None if parallel.workers == "auto" else parallel.workers
     cluster = slurm_allocation.allocated_cluster(parallel.device, limit)
     return slurm_sites.join_sites(cluster, sites, jobs, parallel.device)
+
+
+def _given_links(config: SlurmConfig) -> tuple[Link, ...]:
+    """Return the links to other sites whose round trips run.yaml gives. Raises Refusal
+    (out-of-range)."""
+    links = []
+    for name, site in config.sites.items():
+        if site.rtt is not None:
+            rtt_s = parse_positive(parse_duration, site.rtt, f"slurm.sites.{name}.rtt", "20ms")
+            links.append(Link(a=SLURM, b=name, rtt_s=rtt_s, origin="given"))
+    return tuple(links)
 
 
 def first_device(cluster: Cluster) -> PlannedDevice:

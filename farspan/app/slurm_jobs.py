@@ -86,7 +86,7 @@ def site_scripts(config: RunConfig, run: RunFolder) -> dict[str, str]:
 
 
 def site_jobs_of(run: RunFolder) -> str:
-    """Return what the names of a run's jobs at other sites begin with: no other run's do."""
+    """Return the prefix of the names of a run's jobs at other sites, which no other run has."""
     path = run.path.absolute()
     digest = content_hash(socket.gethostname(), str(path))
     return f"{job_name(path.name)}-{digest[:8]}"
@@ -140,11 +140,11 @@ def submit_training(
     path = run.path.absolute()
     file = path.with_name(f"{path.name}.sbatch")
     # First: the run's own job submits those that it misses.
-    held = _submit_site_jobs(config, run, scripts, progress)
+    site_jobs = _submit_site_jobs(config, run, scripts, progress)
     try:
         return _submit(script, file, path.with_name(f"{path.name}.slurm.log"), progress)
     except Refusal:
-        for login, number in held:
+        for login, number in site_jobs:
             run_client(["scancel", number], login)
         raise
 

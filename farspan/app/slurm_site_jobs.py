@@ -81,7 +81,9 @@ class SiteJobs:
             return None
         self._refusals.pop(name, None)
         queued, job = newest
-        self._report_state(name, f"site {name}: {queued}")
+        # One that runs when it is first asked for is no news.
+        if queued.state != "RUNNING" or name in self._reported:
+            self._report_state(name, f"site {name}: {queued}")
         return job
 
     def _report_state(self, site: str, state: str) -> None:

@@ -330,6 +330,8 @@ class SlurmSite(SlurmNodes, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     time: Quantity | None = None
     #: The interpreter there that has farspan.
     python: Annotated[str, msgspec.Meta(min_length=1)] = "python3"
+    #: The round trip from the run's own job, for plans outside of a job; a job measures it.
+    rtt: Quantity | None = None
 
 
 class SlurmConfig(SlurmNodes, frozen=True, kw_only=True, forbid_unknown_fields=True):

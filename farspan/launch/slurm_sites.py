@@ -54,7 +54,7 @@ class SiteJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def own_site_jobs() -> str:
-    """Return what the names of the jobs begin with that hold nodes for this job's run."""
+    """Return the prefix of the names of the jobs that hold nodes for this job's run."""
     own = f"{os.environ.get('SLURM_JOB_NAME', '')}-{os.environ['SLURM_JOB_ID']}"
     return os.environ.get(SITE_JOBS_VARIABLE, own)
 

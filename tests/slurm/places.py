@@ -32,7 +32,9 @@ class Place:
             lines = words[part * 600 : (part + 1) * 600]
             (folder / "text" / f"{part}.txt").write_text("\n".join(lines))
 
-    def write_config(self, name: str, *, steps: int, **slurm: object) -> None:
+    def write_config(
+        self, name: str, *, steps: int, on_fault: str = "recover", **slurm: object
+    ) -> None:
         config = make_config(
             "text",
             size="177216",
@@ -48,6 +50,7 @@ class Place:
                 "validate_every": steps,
             },
             parallel={"technique": "data", "device": "cpu"},
+            on_fault=on_fault,
             slurm={"time": f"{LONG_MINUTES}m", "notice": "100s", **slurm},
         )
         (self.folder / name).write_bytes(as_yaml(config))
