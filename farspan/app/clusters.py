@@ -155,9 +155,10 @@ def _slurm_cluster(config: RunConfig) -> Cluster:
     jobs = slurm_sites.running_site_jobs(sites)
     if parallel.cluster not in (None, SLURM):
         cluster = slurm_allocation.enter_allocation(find_cluster(parallel.cluster))
-        return slurm_sites.enter_sites(cluster, jobs)
-    limit = None if parallel.workers == "auto" else parallel.workers
-    cluster = slurm_allocation.allocated_cluster(parallel.device, limit)
+        cluster = slurm_sites.enter_sites(cluster, jobs)
+    else:
+        limit = None if parallel.workers == "auto" else parallel.workers
+        cluster = slurm_allocation.allocated_cluster(parallel.device, limit)
     return slurm_sites.join_sites(cluster, sites, jobs, parallel.device)
 
 

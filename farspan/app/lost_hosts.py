@@ -65,7 +65,7 @@ class LostHosts:
         self._on_fault = on_fault
         self._without = without
         #: Jobs at other Slurm sites: their nodes may be others each time.
-        self._site_jobs = site_jobs_of_run(run, progress)
+        self._site_jobs = site_jobs_of_run(run, progress, without)
         #: Devices that failed for good, as (host, index).
         self._devices = set[tuple[str, int]]()
         self._watch: threading.Thread | None = None

@@ -181,7 +181,8 @@ def _rebuild_folder(
     # What the user's own run.yaml and cluster file start may be started; all else needs a look.
     hosts = () if cluster is None else cluster.hosts
     launcher = clusters.find_launcher(config.parallel)
-    own = plain_commands(hosts, launcher, config.notify, config.checkpoint.copies)
+    copies = config.checkpoint.copies
+    own = plain_commands(hosts, launcher, config.notify, copies, config.slurm.sites)
     if set(own).issuperset(list_commands(run)):
         seal_run(run)
     return run

@@ -3,16 +3,24 @@ the run's own job."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 
+from msgspec.structs import replace
+
 from farspan.app.clusters import find_launcher
+from farspan.app.resolving import prepare_run_corpus
 from farspan.app.updates import Progress, note_reporter
+from farspan.domain.cluster_json import load_cluster_json
 from farspan.domain.config import RunConfig, SlurmConfig
+from farspan.domain.escapes import shell_line
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.struct_files import load, load_yaml
+from farspan.domain.units import counted
 from farspan.launch.slurm_allocation import SLURM, in_allocation
 from farspan.launch.slurm_client import submit_script
 from farspan.launch.slurm_sites import SiteJob, find_site_job, own_site_jobs, site_job_name
@@ -20,22 +28,31 @@ from farspan.planning.slurm_script import parse_wait_s, write_holding_script
 
 #: Queues are asked this often: sites limit how much a user may ask them.
 QUEUE_POLL_S = 5.0
+#: A job that has ended before it ran is submitted again after twice this, then four times, ...
+RESUBMIT_S = 30.0
 #: A site that cannot be asked so often in a row, before anything is trained, is no hiccup.
 MAX_FAILURES = 3
 
 
 def wait_for_sites(config: RunConfig, progress: Progress) -> None:
-    """Inside the job of a run that begins: wait until the jobs at its other sites run, `slurm.wait`
-    at most. Raises Refusal (out-of-range)."""
+    """Inside the job of a run that begins: prepare its text, and wait until the jobs at its other
+    sites run, `slurm.wait` at most. Raises Refusal."""
     if config.slurm.sites and in_allocation() and find_launcher(config.parallel) == SLURM:
+        # Before: jobs that nobody enters end.
+        prepare_run_corpus(config, progress)
         SiteJobs(config.slurm, progress).wait(parse_wait_s(config.slurm))
 
 
-def site_jobs_of_run(run: RunFolder, progress: Progress) -> SiteJobs:
-    """Return the jobs of a run at other sites: none for a run of another launcher."""
-    is_slurm = load(run.record, RunRecord).launcher == SLURM and in_allocation()
-    config = load_yaml(run.config, RunConfig).slurm if is_slurm else SlurmConfig()
-    return SiteJobs(config, progress)
+def site_jobs_of_run(run: RunFolder, progress: Progress, without: Collection[str] = ()) -> SiteJobs:
+    """Return the jobs at the other sites that a run was planned for, but for those that are given
+    up: none for a run of another launcher."""
+    if load(run.record, RunRecord).launcher != SLURM or not in_allocation():
+        return SiteJobs(SlurmConfig(), progress)
+    config = load_yaml(run.config, RunConfig).slurm
+    path = run.whole_cluster if run.whole_cluster.exists() else run.cluster
+    planned = {site.name for site in load_cluster_json(path).sites} - set(without)
+    sites = {name: site for name, site in config.sites.items() if name in planned}
+    return SiteJobs(replace(config, sites=sites), progress)
 
 
 class SiteJobs:
@@ -50,6 +67,9 @@ class SiteJobs:
         #: By site, what was reported of its job last, and the refusals since it last answered.
         self._reported = dict[str, str]()
         self._refusals = dict[str, list[Refusal]]()
+        #: By site, the jobs that were submitted since one ran, and when the next one may be.
+        self._submitted = dict[str, int]()
+        self._next_at = dict[str, float]()
 
     def ask(self) -> dict[str, SiteJob]:
         """Return the job of each site that could be asked. A job that is in no queue is submitted
@@ -69,9 +89,12 @@ class SiteJobs:
         try:
             newest = find_site_job(site, job_name)
             if newest is None:
+                self._require_running(name)
                 script = write_holding_script(self._config, name, job_name)
                 number = submit_script(script, site.login, f"slurm.sites.{name}")
-                self._refusals.pop(name, None)
+                self._submitted[name] = self._submitted.get(name, 0) + 1
+                pause_s = RESUBMIT_S * 2 ** self._submitted[name]
+                self._next_at[name] = time.monotonic() + pause_s
                 self._report_state(name, f"site {name}: job {number} submitted")
                 return SiteJob(id=number, nodes=())
         except Refusal as refusal:
@@ -81,10 +104,25 @@ class SiteJobs:
             return None
         self._refusals.pop(name, None)
         queued, job = newest
+        if job.nodes:
+            self._submitted.pop(name, None)
+            self._next_at.pop(name, None)
         # One that runs when it is first asked for is no news.
         if queued.state != "RUNNING" or name in self._reported:
             self._report_state(name, f"site {name}: {queued}")
         return job
+
+    def _require_running(self, name: str) -> None:
+        """Refuse to submit another job at once where those before it have ended without running."""
+        if time.monotonic() < self._next_at.get(name, -math.inf):
+            login = self._config.sites[name].login
+            raise Refusal(
+                "launcher-unusable",
+                what=f"the job of site {name} has ended before it was seen to run",
+                where=f"login node {login}",
+                fact=f"{counted(self._submitted.get(name, 0), 'job')} were submitted since one ran",
+                remedy=shell_line("ssh", login, "sacct"),
+            )
 
     def _report_state(self, site: str, state: str) -> None:
         if self._reported.get(site) != state:

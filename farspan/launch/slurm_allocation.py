@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from farspan.domain import catalog
 from farspan.domain.cluster import Cluster, Device, Host, Site
 from farspan.domain.config import SlurmConfig, SlurmNodes
-from farspan.domain.escapes import shell_line
+from farspan.domain.escapes import key_word, shell_line
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder
 from farspan.domain.struct_files import load, save
@@ -240,7 +240,7 @@ def _offered_host(nodes: SlurmNodes, key: str, login: str | None) -> Host:
             what=f"no node of the partition has {wanted or 'anything'}",
             where=f"run.yaml, key {key}.gres",
             fact=f"GRES by sinfo: {listed or 'no nodes'}",
-            remedy=f"{shell_line(*words)}, then set {key}.gres",
+            remedy=f"{shell_line(*words)}, then set {key_word(key)}.gres",
             key=f"{key}.gres",
         )
     offered = fitting[0]
@@ -300,6 +300,6 @@ def _gpus_of(offered: str, nodes: SlurmNodes, key: str) -> tuple[Device, ...]:
         what="the GRES of these nodes does not name a kind of the catalogue",
         where=f"run.yaml, key {key}.kind",
         fact=f"it is {offered or 'none'}",
-        remedy=f"set {key}.kind: {any_of(known)}",
+        remedy=f"set {key_word(key)}.kind: {any_of(known)}",
         key=f"{key}.kind",
     )

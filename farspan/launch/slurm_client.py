@@ -111,7 +111,10 @@ def submit_script(script: str, login: str | None = None, key: str = "slurm") -> 
     done = run_client(["sbatch", "--parsable"], login, given=script)
     if done.returncode:
         raise _explain_refusal(done.stderr, login, key)
-    return done.stdout.strip().partition(";")[0]
+    number = done.stdout.strip().partition(";")[0]
+    if not number.isdecimal():
+        raise _no_answer("sbatch", f"it prints {number[:200]!r} before the number of the job")
+    return number
 
 
 def check_script(script: str, login: str | None = None, key: str = "slurm") -> str:
@@ -141,6 +144,8 @@ def _parse_jobs(done: subprocess.CompletedProcess[str]) -> list[QueuedJob]:
         raise _no_answer("squeue", done.stderr)
     jobs = []
     for line in done.stdout.splitlines():
+        if line.count("|") < QUEUE_FORMAT.count("|"):
+            raise _no_answer("squeue", f"it prints {line[:200]!r} before its answer")
         number, state, reason, submitted, starts, nodes, cpus, workdir = line.split("|", 7)
         if state in LIVE_STATES:
             job = QueuedJob(
@@ -242,9 +247,8 @@ def run_client(
 
 def _no_login(login: str, command: Sequence[str], printed: str) -> Refusal:
     """Return the refusal of a login node that cannot be entered, or has no Slurm."""
-    look = shell_line("ssh", login, "sinfo")
     ssh = tuple(command[: command.index(login) + 1])
-    fault = explain_fault(login, ssh, printed, look)
+    fault = explain_fault(login, ssh, printed, shell_line("ssh", login, "sinfo"))
     # A shell that finds no Python is no fault of this command's.
     no_slurm = fault.cause == "python"
     return Refusal(
@@ -252,7 +256,7 @@ def _no_login(login: str, command: Sequence[str], printed: str) -> Refusal:
         what=f"{login} has no Slurm" if no_slurm else f"{login} cannot be entered: {fault.cause}",
         where=f"login node {login}",
         fact=fault.fact,
-        remedy=look if no_slurm else fault.remedy,
+        remedy=shell_line("ssh", login, "sinfo") if no_slurm else fault.remedy,
     )
 
 

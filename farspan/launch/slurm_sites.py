@@ -8,6 +8,7 @@ A job that was requeued, or submitted again, may have other nodes: the run conti
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated
@@ -56,7 +57,8 @@ class SiteJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 def own_site_jobs() -> str:
     """Return the prefix of the names of the jobs that hold nodes for this job's run."""
     own = f"{os.environ.get('SLURM_JOB_NAME', '')}-{os.environ['SLURM_JOB_ID']}"
-    return os.environ.get(SITE_JOBS_VARIABLE, own)
+    # A comma would divide it for squeue, and a space end it for sbatch.
+    return os.environ.get(SITE_JOBS_VARIABLE, re.sub(r"[^\w.-]", "-", own))
 
 
 def site_job_name(site_jobs: str, site: str) -> str:
@@ -98,17 +100,24 @@ def running_site_jobs(sites: Mapping[str, SlurmSite]) -> dict[str, SiteJob]:
 def join_sites(
     cluster: Cluster, sites: Mapping[str, SlurmSite], jobs: Mapping[str, SiteJob], backend: str
 ) -> Cluster:
-    """Return the cluster of this job with the sites whose jobs run, each node described by a
-    process there, and the links between all sites measured. Raises Refusal."""
-    if not jobs:
+    """Return the cluster of this job with the sites that it lacks and whose jobs run, each node
+    described by a process there, and the links between all sites measured. Raises Refusal."""
+    known = {site.name for site in cluster.sites}
+    there = []
+    for name, job in jobs.items():
+        if name not in known:
+            there.append(_describe_site(name, sites[name], job, backend))
+    if not there:
         return cluster
-    there = [_describe_site(name, sites[name], job, backend) for name, job in jobs.items()]
     joined = replace(cluster, sites=(*cluster.sites, *there))
     first_hosts = [replace(site, hosts=site.hosts[:1]) for site in joined.sites]
     links = measure_links(
         replace(joined, sites=tuple(first_hosts)), LINK_MESSAGE_BYTES, lambda text: None
     )
-    return replace(joined, links=links)
+    # Those of a cluster file were measured before, and for longer.
+    pairs = {frozenset((link.a, link.b)) for link in cluster.links}
+    added = [link for link in links if frozenset((link.a, link.b)) not in pairs]
+    return replace(joined, links=(*cluster.links, *added))
 
 
 def _describe_site(name: str, site: SlurmSite, job: SiteJob, backend: str) -> Site:

@@ -14,20 +14,22 @@ import hmac
 import os
 import platform
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
+
 from farspan.domain.cluster import Host
 from farspan.domain.cluster_json import load_cluster_json
-from farspan.domain.config import RunConfig
+from farspan.domain.config import RunConfig, SlurmSite
 from farspan.domain.escapes import shell_line
 from farspan.domain.problems import Refusal
 from farspan.domain.problems import command as farspan
 from farspan.domain.run import RunFolder, RunRecord, state_folder
 from farspan.domain.struct_files import load, load_yaml, read_bytes, save, write_atomically
 from farspan.launch.hosts import host_command, host_python
-from farspan.launch.slurm_allocation import SLURM, in_allocation
+from farspan.launch.slurm_allocation import JOB_OPTION, SLURM, in_allocation
 
 #: Hosts whose commands, and links, that a refusal prints.
 MAX_SHOWN = 4
@@ -65,7 +67,7 @@ def require_trusted(run: RunFolder) -> None:
             fact=f"it would run: {_list_first(commands)}",
             remedy=(
                 f"{farspan('resume', run.path, '--trust')}   "
-                "(after a look at cluster.json and run.json)"
+                "(after a look at cluster.json, run.json and run.yaml)"
             ),
         )
     require_own_links(run)
@@ -129,25 +131,34 @@ def list_commands(run: RunFolder) -> list[str]:
         hosts += load_cluster_json(run.whole_cluster).hosts
     record = load(run.record, RunRecord)
     notify = None if record.asked is None else record.asked.notify
-    logins = [shell_line("ssh", login, "squeue") for login in _list_logins(run)]
-    return [*plain_commands(hosts, record.launcher, notify, _list_copies(run)), *logins]
+    sites = _list_sites(run)
+    return plain_commands(hosts, record.launcher, notify, _list_copies(run), sites)
 
 
 def plain_commands(
-    hosts: Iterable[Host], launcher: str, notify: str | None, copies: Iterable[str]
+    hosts: Iterable[Host],
+    launcher: str,
+    notify: str | None,
+    copies: Iterable[str],
+    sites: Mapping[str, SlurmSite],
 ) -> list[str]:
-    """List the commands of a run with these hosts, launcher, command to notify by, and places of
-    copies."""
+    """List the commands of a run with these hosts, launcher, command to notify by, places of
+    copies, and other Slurm sites."""
     commands = [f"a launcher, {launcher}"] if ":" in launcher else []
     if notify is not None:
         commands.append(shell_line("sh", "-c", notify))
     commands += [f"copies of the run, to {place}" for place in copies]
+    if launcher == SLURM:
+        for site in sites.values():
+            commands.append(shell_line("ssh", site.login, "sbatch", *site.options))
     for host in hosts:
         python = [host_python(host)]
         if host.notice is not None:
             commands.append(f"on {host.name}: {host.notice}")
         for device in (None, *range(len(host.devices))):
             words = host_command(host, python, device=device)
+            # A job at another Slurm site has another number each time.
+            words = [JOB_OPTION if word.startswith(JOB_OPTION) else word for word in words]
             if words != python or host.enter != ():
                 commands.append(shell_line(*words))
     return list(dict.fromkeys(commands))
@@ -160,13 +171,11 @@ def _list_copies(run: RunFolder) -> tuple[str, ...]:
     return load_yaml(run.config, RunConfig).checkpoint.copies
 
 
-def _list_logins(run: RunFolder) -> list[str]:
-    """List the login nodes of other Slurm sites, whose queues are asked: by run.yaml, which may be
-    edited."""
+def _list_sites(run: RunFolder) -> dict[str, SlurmSite]:
+    """List the other Slurm sites, to which jobs are submitted: by run.yaml, which may be edited."""
     if not run.config.exists() or load(run.record, RunRecord).launcher != SLURM:
-        return []
-    sites = load_yaml(run.config, RunConfig).slurm.sites
-    return [site.login for site in sites.values()]
+        return {}
+    return load_yaml(run.config, RunConfig).slurm.sites
 
 
 def seal_server(path: Path, location: str) -> None:
@@ -195,7 +204,8 @@ def _sign_run(run: RunFolder) -> bytes:
     if run.whole_cluster.exists():
         contents.append(read_bytes(run.whole_cluster))
     contents += [place.encode() for place in _list_copies(run)]
-    contents += [login.encode() for login in _list_logins(run)]
+    if sites := _list_sites(run):
+        contents += [b"Slurm sites", msgspec.json.encode(sites)]
     return _sign_contents(*contents)
 
 

@@ -105,7 +105,8 @@ release_sites() {{
 CANCEL = "    {enter} 'squeue --me --noheader --format=%i --name={names} | xargs -r scancel' || :"
 
 #: The job at another site. It is asked for its steps this often, and ends after so long without
-#: any. A choice: the run's own job may wait in its queue meanwhile, and asks for it again.
+#: any, and `slurm.wait`. A choice: the run's own job may wait in its queue meanwhile, and asks for
+#: it again.
 HELD_POLL_S = 30
 MAX_IDLE_S = 1800
 #: USR1 comes before the job's limit. Workers that get TERM from Slurm save that very step.
@@ -172,6 +173,7 @@ def write_training_script(
     holds = ""
     end = END
     if logins:
+        _refuse_long_wait(config, limit_s)
         lines = []
         for login in logins:
             enter = shell_line(*login.enter)
@@ -193,8 +195,8 @@ def write_training_script(
 def write_holding_script(config: SlurmConfig, site_name: str, name: str) -> str:
     """Return the script of a job that holds the nodes of another site for a run; `name` is the
     job's. Raises Refusal (out-of-range)."""
-    # Else the run's own job would refuse it, once it has waited in its queue.
-    parse_wait_s(config)
+    # The first start enters nobody while it waits for further sites.
+    max_idle_s = MAX_IDLE_S + round(parse_wait_s(config))
     site = config.sites[site_name]
     key = f"slurm.sites.{site_name}"
     limit_s = _limit_s(site.time, f"{key}.time")
@@ -208,8 +210,8 @@ def write_holding_script(config: SlurmConfig, site_name: str, name: str) -> str:
     lines += _node_lines(site, key)
     body = HOLDING.format(
         poll_s=HELD_POLL_S,
-        max_idle_s=MAX_IDLE_S,
-        max_idle=format_seconds(MAX_IDLE_S),
+        max_idle_s=max_idle_s,
+        max_idle=format_seconds(max_idle_s),
         notice_s=round(parse_notice_s(config)),
     )
     return "\n".join([*lines, "", body])
@@ -309,6 +311,18 @@ def parse_wait_s(config: SlurmConfig) -> float:
     return parse_positive(parse_duration, config.wait, "slurm.wait", "30m")
 
 
+def _refuse_long_wait(config: SlurmConfig, limit_s: float | None) -> None:
+    """Refuse a job whose limit would come while it waits for those at other sites."""
+    waited_s = parse_wait_s(config) + parse_notice_s(config) + NOTICE_RESOLUTION_S
+    if limit_s is not None and waited_s >= limit_s:
+        raise out_of_range(
+            "slurm.wait",
+            config.wait,
+            f"a job that takes {format_seconds(limit_s)} would end before it trains",
+            "set a shorter slurm.wait, or a longer slurm.time",
+        )
+
+
 def _signal_lines(
     config: SlurmConfig, time: Quantity | None, limit_s: float | None, key: str
 ) -> Iterator[str]:
@@ -324,7 +338,7 @@ def _signal_lines(
                 f"the run saves {format_seconds(notice_s)} before the limit, and Slurm gives "
                 f"notice up to {format_seconds(NOTICE_RESOLUTION_S)} earlier"
             ),
-            remedy=f"set {key}: 1h, or a shorter slurm.notice",
+            remedy=f"set {key_word(key)}: 1h, or a shorter slurm.notice",
             key=key,
         )
     yield f"#SBATCH --signal=B:USR1@{notice_s:.0f}"

@@ -197,7 +197,8 @@ def hold(folder: Path, *, steps: int, begin: str = "") -> list[str]:
 def test_job_at_another_site_ends_once_nobody_has_entered_it_for_long(tmp_path):
     assert hold(tmp_path, steps=5) == []
     looks = len((tmp_path / "asked").read_text().split())
-    assert looks == 5 + MAX_IDLE_S / HELD_POLL_S
+    # `slurm.wait` is half an hour.
+    assert looks == 5 + (MAX_IDLE_S + 1800) / HELD_POLL_S
 
 
 def test_job_at_another_site_gives_notice_to_workers_and_goes_back_into_the_queue(tmp_path):
@@ -234,6 +235,7 @@ def test_end_of_a_run_ends_its_jobs_at_other_sites(ends, code, tmp_path):
         ({"sites": {"a b": {"login": "a"}}}, "slurm.sites"),
         ({"sites": {"mass": {"login": "a;b"}}}, "slurm.sites"),
         ({"sites": {"mass": {"partition": "gpu"}}}, "slurm.sites"),
+        ({"sites": {"mass": {"login": "a"}}, "time": "30m"}, "slurm.wait"),
         ({"time": "4m", "notice": "3m"}, "slurm.time"),
         ({"time": "soon"}, "slurm.time"),
         ({"notice": "0s"}, "slurm.notice"),
