@@ -279,8 +279,8 @@ def _refusal(error: msgspec.ValidationError, kind: Any, file: str, text: str) ->
     problem = re.sub(r" - at `.*`$", "", message, flags=re.DOTALL)
     place = _type_at(kind, path)
     fact, remedy = _explain(problem, path or "it", place)
-    if " - at `key` in " in message:
-        description = _description_of(place) or "a name that can stand there"
+    description = _description_of(place)
+    if description and "matching regex" in message and " - at `key` in " in message:
         fact = f"one of its names is not {description}"
         remedy = f"in {key_word(path)}, rename it to {description}"
     return Refusal(
