@@ -139,30 +139,21 @@ def submit_training(
     run.path.parent.mkdir(parents=True, exist_ok=True)
     path = run.path.absolute()
     file = path.with_name(f"{path.name}.sbatch")
-    # First: the run's own job submits those that it misses.
-    site_jobs = _submit_site_jobs(config, run, scripts, progress)
+    submitted = list[tuple[str, str]]()
     try:
+        # Jobs elsewhere first: the run's own job submits those that it misses.
+        for site, text in scripts.items():
+            login = config.slurm.sites[site].login
+            if list_jobs(site_job_name(site_jobs_of(run), site), login):
+                continue
+            number = submit_script(text, login, f"slurm.sites.{site}")
+            submitted.append((login, number))
+            progress(Note(f"site {site}: job {number} submitted at {login}"))
         return _submit(script, file, path.with_name(f"{path.name}.slurm.log"), progress)
     except Refusal:
-        for login, number in site_jobs:
+        for login, number in submitted:
             run_client(["scancel", number], login)
         raise
-
-
-def _submit_site_jobs(
-    config: RunConfig, run: RunFolder, scripts: dict[str, str], progress: Progress
-) -> list[tuple[str, str]]:
-    """Submit the jobs at other sites, but for those that are in a queue; return login node and
-    number of each. Raises Refusal."""
-    submitted = []
-    for site, text in scripts.items():
-        login = config.slurm.sites[site].login
-        if list_jobs(site_job_name(site_jobs_of(run), site), login):
-            continue
-        number = submit_script(text, login, f"slurm.sites.{site}")
-        submitted.append((login, number))
-        progress(Note(f"site {site}: job {number} submitted at {login}"))
-    return submitted
 
 
 def submit_probe(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
 from msgspec.structs import replace
@@ -59,84 +59,33 @@ class SiteJobs:
     """The jobs of a run at other sites, from inside the run's own job. Several threads may ask."""
 
     def __init__(self, config: SlurmConfig, progress: Progress) -> None:
-        self._config = config
-        self._report = note_reporter(progress)
+        report = note_reporter(progress)
+        self._sites = {name: _SiteQueue(config, name, report) for name in config.sites}
+        self._report = report
         self._lock = threading.Lock()
         self._asked_at = -QUEUE_POLL_S
         self._jobs = dict[str, SiteJob]()
-        #: By site, what was reported of its job last, and the refusals since it last answered.
-        self._reported = dict[str, str]()
-        self._refusals = dict[str, list[Refusal]]()
-        #: By site, the jobs that were submitted since one ran, and when the next one may be.
-        self._submitted = dict[str, int]()
-        self._next_at = dict[str, float]()
 
     def ask(self) -> dict[str, SiteJob]:
         """Return the job of each site that could be asked. A job that is in no queue is submitted
         again. A site that cannot be asked is reported."""
         with self._lock:
-            if self._config.sites and time.monotonic() >= self._asked_at + QUEUE_POLL_S:
-                with ThreadPoolExecutor(len(self._config.sites)) as pool:
-                    answers = pool.map(self._ask_site, self._config.sites)
-                    jobs = dict(zip(self._config.sites, answers, strict=True))
+            if self._sites and time.monotonic() >= self._asked_at + QUEUE_POLL_S:
+                with ThreadPoolExecutor(len(self._sites)) as pool:
+                    answers = pool.map(_SiteQueue.ask, self._sites.values())
+                    jobs = dict(zip(self._sites, answers, strict=True))
                 self._jobs = {name: job for name, job in jobs.items() if job is not None}
                 self._asked_at = time.monotonic()
             return self._jobs
-
-    def _ask_site(self, name: str) -> SiteJob | None:
-        site = self._config.sites[name]
-        job_name = site_job_name(own_site_jobs(), name)
-        try:
-            newest = find_site_job(site, job_name)
-            if newest is None:
-                self._require_running(name)
-                script = write_holding_script(self._config, name, job_name)
-                number = submit_script(script, site.login, f"slurm.sites.{name}")
-                self._submitted[name] = self._submitted.get(name, 0) + 1
-                pause_s = RESUBMIT_S * 2 ** self._submitted[name]
-                self._next_at[name] = time.monotonic() + pause_s
-                self._report_state(name, f"site {name}: job {number} submitted")
-                return SiteJob(id=number, nodes=())
-        except Refusal as refusal:
-            problem = refusal.problem
-            self._report_state(name, f"site {name}: {problem.what}: {problem.fact}")
-            self._refusals.setdefault(name, []).append(refusal)
-            return None
-        self._refusals.pop(name, None)
-        queued, job = newest
-        if job.nodes:
-            self._submitted.pop(name, None)
-            self._next_at.pop(name, None)
-        # One that runs when it is first asked for is no news.
-        if queued.state != "RUNNING" or name in self._reported:
-            self._report_state(name, f"site {name}: {queued}")
-        return job
-
-    def _require_running(self, name: str) -> None:
-        """Refuse to submit another job at once where those before it have ended without running."""
-        if time.monotonic() < self._next_at.get(name, -math.inf):
-            login = self._config.sites[name].login
-            raise Refusal(
-                "launcher-unusable",
-                what=f"the job of site {name} has ended before it was seen to run",
-                where=f"login node {login}",
-                fact=f"{counted(self._submitted.get(name, 0), 'job')} were submitted since one ran",
-                remedy=shell_line("ssh", login, "sacct"),
-            )
-
-    def _report_state(self, site: str, state: str) -> None:
-        if self._reported.get(site) != state:
-            self._reported[site] = state
-            self._report(state)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until the jobs of all sites run, for so long at most. Raises Refusal where a site
         refuses its job, or does not answer."""
         deadline = time.monotonic() + timeout_s
         while absent := self._absent_sites():
-            for refusals in self._refusals.values():
-                if len(refusals) >= MAX_FAILURES:
-                    raise refusals[-1]
+            for queue in self._sites.values():
+                if len(queue.refusals) >= MAX_FAILURES:
+                    raise queue.refusals[-1]
             if time.monotonic() >= deadline:
                 self._report(f"planning without {', '.join(absent)}, whose jobs do not run yet")
                 return
@@ -144,4 +93,66 @@ class SiteJobs:
 
     def _absent_sites(self) -> list[str]:
         jobs = self.ask()
-        return [name for name in self._config.sites if name not in jobs or not jobs[name].nodes]
+        return [name for name in self._sites if name not in jobs or not jobs[name].nodes]
+
+
+class _SiteQueue:
+    """The queue of one site, as far as a run's job there is concerned."""
+
+    def __init__(self, config: SlurmConfig, name: str, report: Callable[[str], None]) -> None:
+        self._config = config
+        self._name = name
+        self._login = config.sites[name].login
+        self._report = report
+        self._reported = ""
+        #: Since it last answered.
+        self.refusals = list[Refusal]()
+        #: The jobs that were submitted since one ran, and when the next one may be.
+        self._num_submitted = 0
+        self._next_at = -math.inf
+
+    def ask(self) -> SiteJob | None:
+        """Return the run's job at the site, submitted if there is none; None where the site cannot
+        be asked, or refuses it."""
+        job_name = site_job_name(own_site_jobs(), self._name)
+        try:
+            newest = find_site_job(self._config.sites[self._name], job_name)
+            if newest is None:
+                return self._submit(job_name)
+        except Refusal as refusal:
+            problem = refusal.problem
+            self._report_state(f"{problem.what}: {problem.fact}")
+            self.refusals.append(refusal)
+            return None
+        self.refusals.clear()
+        queued, job = newest
+        if job.nodes:
+            self._num_submitted = 0
+            self._next_at = -math.inf
+        # One that runs when it is first asked for is no news.
+        if queued.state != "RUNNING" or self._reported:
+            self._report_state(str(queued))
+        return job
+
+    def _submit(self, job_name: str) -> SiteJob:
+        """Submit the job. Raises Refusal, also where those before it have just ended without
+        running."""
+        if time.monotonic() < self._next_at:
+            raise Refusal(
+                "launcher-unusable",
+                what=f"the job of site {self._name} has ended before it was seen to run",
+                where=f"login node {self._login}",
+                fact=f"{counted(self._num_submitted, 'job')} submitted since one ran",
+                remedy=shell_line("ssh", self._login, "sacct"),
+            )
+        script = write_holding_script(self._config, self._name, job_name)
+        number = submit_script(script, self._login, f"slurm.sites.{self._name}")
+        self._num_submitted += 1
+        self._next_at = time.monotonic() + RESUBMIT_S * 2**self._num_submitted
+        self._report_state(f"job {number} submitted")
+        return SiteJob(id=number, nodes=())
+
+    def _report_state(self, state: str) -> None:
+        if state != self._reported:
+            self._reported = state
+            self._report(f"site {self._name}: {state}")

@@ -55,7 +55,8 @@ BOOTSTRAP = (
 )
 
 
-def _enter_command(host: Host, device: int | None) -> tuple[str, ...]:
+def enter_command(host: Host, device: int | None = None) -> tuple[str, ...]:
+    """Return the words that enter a host, or one of its devices; what they run there follows."""
     enter = host.enter
     if device is not None:
         enter = host.devices[device].slot.enter or enter
@@ -75,7 +76,7 @@ def _enter_command(host: Host, device: int | None) -> tuple[str, ...]:
 def host_command(host: Host, words: Sequence[str], *, device: int | None = None) -> list[str]:
     """Return the command here that runs `words` on `host`, confined to one of its devices where
     it can be."""
-    enter = _enter_command(host, device)
+    enter = enter_command(host, device)
     if enter[:1] == ("ssh",):  # It hands one text to the shell there.
         words = [shlex.join(words)]
     return [*enter, *words]
@@ -84,7 +85,7 @@ def host_command(host: Host, words: Sequence[str], *, device: int | None = None)
 def by_client(host: Host, device: int | None = None) -> bool:
     """Return whether what `command` starts is a client of the process on the host, and not that
     process."""
-    return not CLIENTS.isdisjoint(_enter_command(host, device)[:1])
+    return not CLIENTS.isdisjoint(enter_command(host, device)[:1])
 
 
 def answer_of(line: bytes, host: Host) -> dict[str, Any]:
@@ -271,7 +272,7 @@ class Agent:
         code = self._process.wait(timeout=HOST_ANSWER_S)
         self._reader.join(timeout=2)
         printed = b"".join(self._errors).decode(errors="replace")
-        enter = _enter_command(self.host, None)
+        enter = enter_command(self.host)
         ssh = enter if enter[:1] == ("ssh",) else ()
         fault = explain_fault(self.host.name, ssh, printed, self._entering_command())
         return self._unreachable(fault._replace(fact=fault.fact or f"exit code {code}"))

@@ -22,7 +22,7 @@ from farspan.domain.config import SlurmSite
 from farspan.domain.run import SITE_JOBS_VARIABLE, RunFolder
 from farspan.domain.struct_files import load, save
 from farspan.launch.cluster_measurement import measure_links
-from farspan.launch.hosts import host_command
+from farspan.launch.hosts import enter_command
 from farspan.launch.slurm_allocation import (
     JOB_OPTION,
     describe_node,
@@ -66,9 +66,9 @@ def site_job_name(site_jobs: str, site: str) -> str:
     return f"{site_jobs}-{site}"
 
 
-def login_command(login: str) -> list[str]:
+def login_command(login: str) -> tuple[str, ...]:
     """Return the words that enter a login node."""
-    return host_command(Host(name=login, devices=()), ())[:-1]
+    return enter_command(Host(name=login, devices=()))
 
 
 def find_site_job(site: SlurmSite, name: str) -> tuple[QueuedJob, SiteJob] | None:

@@ -246,6 +246,30 @@ def test_a_seal_is_of_this_user_this_machine_and_these_files(entering, tmp_path,
         trust.require_trusted(entering)
 
 
+@pytest.mark.parametrize(
+    "change",
+    ["{login: other, cpus: 1}", "{login: mass, cpus: 1, options: ['--export=BASH_ENV=/tmp/x']}"],
+)
+def test_a_seal_is_of_what_is_submitted_at_other_slurm_sites(entering, change):
+    def name_site(site: str) -> None:
+        entering.config.write_text(f"data: docs\nslurm: {{sites: {{mass: {site}}}}}\n")
+
+    bare = Host(name="here", devices=(CPU,), enter=())
+    save_cluster_json(Cluster(sites=(Site(name="here", hosts=(bare,)),)), entering.cluster)
+    save(replace(load(entering.record, RunRecord), launcher="slurm"), entering.record)
+    trust.require_trusted(entering)  # It starts nothing.
+    name_site("{login: mass, cpus: 1}")
+    with pytest.raises(Refusal, match="ssh mass sbatch"):
+        trust.require_trusted(entering)
+    trust.seal_run(entering)
+    trust.require_trusted(entering)
+    name_site(change)
+    with pytest.raises(Refusal, match="run-untrusted"):
+        trust.require_trusted(entering)
+    name_site("{login: mass, cpus: 1}")
+    trust.require_trusted(entering)
+
+
 @pytest.mark.parametrize("change", ["python", "ssh", "device", "ray"])
 def test_run_that_starts_other_programs_or_hosts_requires_trust(entering, change):
     bare = Host(name="here", devices=(CPU,), enter=())

@@ -57,8 +57,10 @@ class Login:
             f"Host mass\n HostName 127.0.0.1\n Port {port}\n IdentityFile {folder}/user\n"
             f" IdentitiesOnly yes\n UserKnownHostsFile {folder}/known_hosts\n"
         )
+        # The first value counts: no machine is too busy for a connection.
+        patient = f"-oConnectTimeout={LIMIT_S:.0f} -oServerAliveCountMax=100"
         wrapper = self.bin / "ssh"
-        wrapper.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {folder}/config "$@"\n')
+        wrapper.write_text(f'#!/bin/sh\nexec /usr/bin/ssh {patient} -F {folder}/config "$@"\n')
         wrapper.chmod(0o755)
         Path("/run/sshd").mkdir(exist_ok=True)
         with open(folder / "sshd.log", "wb") as log:
@@ -66,7 +68,8 @@ class Login:
         wait_for(self._answers, "the login node answers", self.server)
 
     def _answers(self) -> bool:
-        done = subprocess.run([self.bin / "ssh", "mass", "true"], capture_output=True)
+        words = [self.bin / "ssh", "-oBatchMode=yes", "mass", "true"]
+        done = subprocess.run(words, capture_output=True, timeout=LIMIT_S)
         return done.returncode == 0
 
     def close(self) -> None:
