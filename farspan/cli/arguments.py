@@ -273,6 +273,14 @@ def parse_positive(text: str) -> int:
     return value
 
 
+def parse_port(text: str) -> int:
+    """Parse the number of a port; 0 is any. Raises ArgumentTypeError."""
+    number = int(text)
+    if not 0 <= number <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 65535")
+    return number
+
+
 def check_store(given: argparse.Namespace) -> None:
     """Refuse a `--store` that is none, before anything is read."""
     if given.store is not None:

@@ -11,7 +11,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
@@ -35,7 +34,7 @@ from farspan.launch.host_wheels import (
     collect_wheels,
     torch_build,
 )
-from farspan.launch.hosts import Agent
+from farspan.launch.hosts import Agent, with_each_host
 from farspan.launch.own_release import (
     EXTRA,
     OwnWheel,
@@ -94,14 +93,10 @@ def set_up_hosts(
 ) -> list[ReadyHost | Problem]:
     """Set up all hosts side by side; return what became of each."""
 
-    def set_up(host: Host) -> ReadyHost | Problem:
-        try:
-            return set_up_host(host, source, lambda text: report(f"{host.name}: {text}"))
-        except Refusal as refusal:
-            return refusal.problem
+    def set_up(host: Host) -> ReadyHost:
+        return set_up_host(host, source, lambda text: report(f"{host.name}: {text}"))
 
-    with ThreadPoolExecutor(max(1, len(hosts))) as pool:
-        return list(pool.map(set_up, hosts))
+    return with_each_host(hosts, set_up)
 
 
 def environment_folder(host: Host) -> str:

@@ -3,9 +3,8 @@ Nothing else there is touched."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -16,14 +15,13 @@ from farspan.domain.gpus import Nvidia
 from farspan.domain.problems import Problem, Refusal
 from farspan.launch.cluster_setup import environment_folder
 from farspan.launch.host_pythons import forget_python
-from farspan.launch.hosts import Agent
+from farspan.launch.hosts import Agent, with_each_host
 from farspan.launch.own_release import release_name
 
 #: Workers that are asked to end get this long to save.
 HOST_SAVE_TIMEOUT_S = 120.0
 #: A folder of many files is read or removed within this.
 FILES_TIMEOUT_S = 600.0
-Value = TypeVar("Value")
 
 
 class RunThere(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,24 +62,13 @@ class TidiedHost(msgspec.Struct, frozen=True, kw_only=True):
 
 def examine_hosts(hosts: Sequence[Host]) -> list[HostState | Problem]:
     """Look at all hosts side by side."""
-    return _with_each(hosts, examine_host)
+    return with_each_host(hosts, examine_host)
 
 
 def tidy_hosts(hosts: Sequence[Host], *, runs: bool) -> list[TidiedHost | Problem]:
     """End what farspan runs on all hosts and remove its environments, side by side; with `runs`
     also the runs and corpora that were sent there."""
-    return _with_each(hosts, lambda host: tidy_host(host, runs=runs))
-
-
-def _with_each(hosts: Sequence[Host], work: Callable[[Host], Value]) -> list[Value | Problem]:
-    def attempt(host: Host) -> Value | Problem:
-        try:
-            return work(host)
-        except Refusal as refusal:
-            return refusal.problem
-
-    with ThreadPoolExecutor(max(1, len(hosts))) as pool:
-        return list(pool.map(attempt, hosts))
+    return with_each_host(hosts, lambda host: tidy_host(host, runs=runs))
 
 
 def examine_host(host: Host) -> HostState:

@@ -13,18 +13,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import msgspec
 
 from farspan.domain.cluster import Host
 from farspan.domain.decoding import decode_json
 from farspan.domain.escapes import shell_line, shell_word
-from farspan.domain.problems import Refusal
+from farspan.domain.problems import Problem, Refusal
 from farspan.launch.reach_faults import EntryFault, explain_fault
 
 #: Commands that stay, as clients of a process elsewhere. They pass its standard input on, and no
@@ -45,6 +46,8 @@ KILL_S = 10.0
 HOST_ANSWER_S = 30.0
 #: An answer of more bytes is none: a host must not fill this machine's memory.
 MAX_ANSWER_BYTES = 2**28
+#: sudo that asks nobody for a password: nobody is there to give one.
+SUDO = ("sudo", "-n")
 #: Reads its program from standard input first: command lines have a limit, and ssh needs no quoting
 #: for it.
 #: `-c` puts the current folder on the path: it goes first of all. `-I` would do that too, but also
@@ -53,6 +56,7 @@ BOOTSTRAP = (
     "import sys; sys.path[:] = filter(None, sys.path); "
     "exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())).decode())"
 )
+Value = TypeVar("Value")
 
 
 def enter_command(host: Host, device: int | None = None) -> tuple[str, ...]:
@@ -172,24 +176,38 @@ def _is_readable(stream: IO[bytes], deadline: float) -> bool:
     return bool(select.select([stream], [], [], remaining_s)[0])
 
 
+def with_each_host(hosts: Sequence[Host], work: Callable[[Host], Value]) -> list[Value | Problem]:
+    """Do the same on all hosts, side by side; return what became of each, or its problem."""
+
+    def attempt(host: Host) -> Value | Problem:
+        try:
+            return work(host)
+        except Refusal as refusal:
+            return refusal.problem
+
+    with ThreadPoolExecutor(max(1, len(hosts))) as pool:
+        return list(pool.map(attempt, hosts))
+
+
 def host_python(host: Host) -> str:
     """Return the Python there: this one where the host is this machine."""
     return sys.executable if host.enter == () else host.python
 
 
 class Agent:
-    """Runs an agent, a file of this folder, on one host for the time of a `with`. Raises Refusal
-    (host-unreachable) with what failed and why."""
+    """Runs an agent, a file of this folder, on one host for the time of a `with`; with `sudo` as
+    root there. Raises Refusal (host-unreachable) with what failed and why."""
 
-    def __init__(self, host: Host, program: str = "agent.py") -> None:
+    def __init__(self, host: Host, program: str = "agent.py", *, sudo: bool = False) -> None:
         self.host = host
         self._program = program
+        self._words = (*(SUDO if sudo else ()), host_python(host), "-u", "-c", BOOTSTRAP)
         #: What other hosts connect to.
         self.address = host.address or host.name
         self._asking = threading.Lock()
 
     def __enter__(self) -> Agent:
-        words = host_command(self.host, [host_python(self.host), "-u", "-c", BOOTSTRAP])
+        words = host_command(self.host, self._words)
         try:
             self._process = subprocess.Popen(
                 words,

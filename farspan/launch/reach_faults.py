@@ -4,10 +4,10 @@ there, and the one command that mends it."""
 from __future__ import annotations
 
 import re
-import subprocess
 from typing import NamedTuple
 
 from farspan.domain.escapes import shell_line, shell_word
+from farspan.launch.ssh_settings import read_ssh_settings
 
 #: What OpenSSH and shells print, and what it means; OpenSSH's strings are stable. The first that
 #: is found counts.
@@ -27,8 +27,6 @@ CAUSES = {
 #: What ssh prints of a connection that a jump host should have made.
 LOST_BEHIND_JUMP = "UNKNOWN port 65535"
 REFUSED_BY_JUMP = "stdio forwarding failed"
-#: `ssh -G` only reads files.
-CONFIG_TIMEOUT_S = 10.0
 
 
 class EntryFault(NamedTuple):
@@ -93,14 +91,4 @@ def _forgetting_command(printed: str, host_word: str) -> str:
 
 def _configured(ssh: tuple[str, ...]) -> dict[str, str]:
     """Return ssh's own reading of its configuration for a command; empty where it has none."""
-    if not ssh:
-        return {}
-    words = [ssh[0], "-G", *ssh[1:]]
-    try:
-        done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=True, timeout=CONFIG_TIMEOUT_S
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
-    lines = done.stdout.decode(errors="replace").splitlines()
-    return {key: value for key, _, value in (line.partition(" ") for line in lines)}
+    return {key: values[-1] for key, values in read_ssh_settings(ssh).items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 
-from farspan.cli.arguments import compute_on_one_thread, find_home, takes_run
+from farspan.cli.arguments import compute_on_one_thread, find_home, parse_port, takes_run
 from farspan.cli.console import Console
 
 HELP = "search the documents in a browser, and an API"
@@ -26,7 +26,7 @@ def takes_address(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--port",
-        type=_parse_port,
+        type=parse_port,
         default=8000,
         help="port to listen on, 0 for any (default: 8000)",
     )
@@ -46,12 +46,6 @@ def takes_llm(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--llm-model", metavar="NAME", help="its name there (or serve.llm_model in run.yaml)"
     )
-
-
-def _parse_port(text: str) -> int:
-    if not 0 <= (value := int(text)) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 65535")
-    return value
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
