@@ -151,6 +151,8 @@ LINKLESS = {
     "corpus/processes.py": "the null device",
     "launch/agent.py": "claims, in a folder that it has made for this user alone",
     "launch/trial.py": "into a temporary folder",
+    "launch/secure_agent.py": "into a folder that only root writes to",
+    "launch/tune_agent.py": "the kernel's settings, and a record where only root writes",
     "retrieval/build.py": "copies a store into the folder of a new index",
     "retrieval/embed.py": "into the folder of a new index",
     "retrieval/farspan_embedding.py": "a folder that the user names",

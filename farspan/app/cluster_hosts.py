@@ -1,19 +1,27 @@
-"""The hosts of a cluster made ready for farspan, examined, and cleared of it."""
+"""The hosts of a cluster made ready for farspan, examined, tuned, joined by a private network, and
+cleared of all that."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from farspan.app.clusters import find_cluster
 from farspan.app.updates import Progress, ignore_update, note_reporter
 from farspan.domain.cluster import Host
-from farspan.domain.problems import Problem, Refusal
+from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.units import format_seconds
 
 if TYPE_CHECKING:
+    from farspan.launch.cluster_exporter import ClusterExporter, ExportedCluster
     from farspan.launch.cluster_setup import ReadyHost
     from farspan.launch.cluster_tidy import HostState, TidiedHost
     from farspan.launch.host_wheels import WheelSource
+    from farspan.launch.private_network import PrivateNetwork
+    from farspan.launch.tcp_buffers import HostBuffers
+
+#: Buffers of TCP are put back after this time.
+TUNED_S = 24 * 3600.0
 
 
 def set_up_cluster(
@@ -54,6 +62,91 @@ def tidy_cluster(name: str, *, runs: bool = False) -> list[TidiedHost | Problem]
     from farspan.launch import cluster_tidy
 
     return cluster_tidy.tidy_hosts(_hosts(name), runs=runs)
+
+
+def tune_cluster(
+    name: str, *, seconds: float = TUNED_S, sudo: bool = False, undo: bool = False
+) -> tuple[list[HostBuffers | Problem], tuple[tuple[str, str], ...]]:
+    """Let TCP's buffers on the hosts of a cluster grow to what their links need, for `seconds`;
+    with `undo` put them back. Also return the pairs of hosts of unknown bandwidth.
+
+    Raises Refusal (cluster-invalid) where no link's is known.
+    """
+    from farspan.launch import tcp_buffers
+
+    cluster = find_cluster(name, as_written=True)
+    needs, unknown = tcp_buffers.buffer_needs(cluster)
+    hosts = [host for host in cluster.machines if host.name in needs]
+    if not hosts:
+        host_names = ", ".join(host.name for host in cluster.machines)
+        raise Refusal(
+            "cluster-invalid",
+            what="no link of the cluster has a bandwidth, which buffers could be set for",
+            where=name,
+            fact=f"its hosts: {host_names}",
+            remedy=command("probe", "--cluster", name, "-o", "measured.yaml"),
+        )
+    if undo:
+        return tcp_buffers.restore_hosts(hosts, needs, sudo=sudo), unknown
+    return tcp_buffers.tune_hosts(hosts, needs, seconds=seconds, sudo=sudo), unknown
+
+
+def export_cluster(name: str, tool: str, to: Path) -> ExportedCluster:
+    """Write a cluster's hosts as another tool's files into a folder. Raises Refusal (run-exists)
+    where one of them is there, (cannot-export) where the tool cannot have these hosts."""
+    from farspan.app.extensions import load_extension
+    from farspan.app.preflight_checks import refuse_existing
+    from farspan.domain.struct_files import write_atomically
+    from farspan.launch.hosts import enter_command
+    from farspan.launch.ssh_settings import find_ssh_access
+
+    what = f"farspan writes no cluster for {tool!r}"
+    exporter: ClusterExporter = load_extension(
+        "cluster_exports", tool, what, option="--to", code="out-of-range"
+    )
+    cluster = find_cluster(name)
+    hosts = cluster.machines
+    accesses = {host.name: find_ssh_access(host.name, enter_command(host)) for host in hosts}
+    exported = exporter.export(Path(name).stem, cluster, accesses)
+    for file in exported.files:
+        refuse_existing(
+            to / file, command("cluster", "export", name, "--to", tool, "-o", to / tool)
+        )
+    to.mkdir(parents=True, exist_ok=True)
+    for file, text in exported.files.items():
+        write_atomically(to / file, text.encode())
+    return exported
+
+
+def secure_cluster(
+    name: str, to: Path, *, port: int | None = None, sudo: bool = False
+) -> PrivateNetwork:
+    """Join the hosts of a cluster by a private network, and write the cluster file of it.
+
+    A file of the same network stays as it is, with what was measured since. Raises Refusal
+    (run-exists) for any other.
+    """
+    from farspan.app.preflight_checks import refuse_file
+    from farspan.domain.clusterfile import load_cluster, save_cluster
+    from farspan.launch import private_network
+
+    cluster = find_cluster(name, as_written=True)
+    is_again = to.is_file() and private_network.is_joined(load_cluster(to), cluster)
+    if not is_again:
+        refuse_file(to, command("cluster", "secure", name, "-o", f"{to.stem}-2.yaml"))
+    made = private_network.join_hosts(cluster, port=port or private_network.PORT, sudo=sudo)
+    if is_again and private_network.same_addresses(load_cluster(to), made.cluster):
+        return made
+    refuse_file(to, command("cluster", "secure", name, "-o", f"{to.stem}-2.yaml"))
+    save_cluster(made.cluster, to, f"{name}, by a private network: farspan cluster secure")
+    return made
+
+
+def part_cluster(name: str, *, sudo: bool = False) -> list[tuple[str, tuple[str, ...]] | Problem]:
+    """End the private network of a cluster's hosts; return which interfaces ended on each."""
+    from farspan.launch import private_network
+
+    return private_network.part_hosts(_hosts(name), sudo=sudo)
 
 
 def _hosts(name: str) -> tuple[Host, ...]:

@@ -1,5 +1,5 @@
 """What other packages add, by entry point: commands, clusters by a prefix, algorithms of `select`,
-kinds of report, systems that plans are exported to.
+kinds of report, systems that plans and clusters are exported to.
 
 Entry points are read where a name is not the core's own, so that what needs none starts at once.
 """
@@ -14,7 +14,7 @@ from farspan.domain.suggest import advise, known_names
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-Group = Literal["commands", "clusters", "algorithms", "reports", "exports"]
+Group = Literal["commands", "clusters", "algorithms", "reports", "exports", "cluster_exports"]
 
 
 def find_extensions(group: Group) -> dict[str, EntryPoint]:

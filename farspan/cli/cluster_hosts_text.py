@@ -1,17 +1,28 @@
-"""`farspan cluster up`, `status` and `down`: their arguments, and what they print."""
+"""`farspan cluster up`, `status`, `tune`, `secure`, `export` and `down`: their arguments, and
+what they print."""
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from farspan.cli.arguments import parse_port
 from farspan.cli.console import Console
 from farspan.cli.paint import text_width
 from farspan.domain.problems import Problem, command
 from farspan.domain.struct_files import missing_path
-from farspan.domain.units import counted, format_bytes
+from farspan.domain.units import (
+    counted,
+    format_bytes,
+    format_rate,
+    format_seconds,
+    parse_duration,
+    short_time,
+)
 from farspan.launch.cluster_tidy import HostState, TidiedHost
+from farspan.launch.tcp_buffers import HostBuffers
 from farspan.report.tables import table_lines
 
 
@@ -19,8 +30,11 @@ def configure_hosts(actions: argparse._SubParsersAction[argparse.ArgumentParser]
     """Add the actions that reach the hosts of a cluster file."""
     up = actions.add_parser("up", help="install this farspan on every host")
     status = actions.add_parser("status", help="what farspan has and runs on every host")
+    tune = actions.add_parser("tune", help="let TCP fill the cluster's links, for a time")
+    secure = actions.add_parser("secure", help="join the hosts by a private network (WireGuard)")
+    export = actions.add_parser("export", help="write the hosts down for another tool")
     down = actions.add_parser("down", help="end and remove farspan on every host")
-    for action in (up, status, down):
+    for action in (up, status, tune, secure, export, down):
         action.add_argument("cluster", metavar="CLUSTER", help="a cluster file")
     source = up.add_mutually_exclusive_group()
     source.add_argument(
@@ -28,6 +42,37 @@ def configure_hosts(actions: argparse._SubParsersAction[argparse.ArgumentParser]
     )
     source.add_argument(
         "--wheels", metavar="FOLDER", type=Path, help="send wheels of this folder, use no index"
+    )
+    until = tune.add_mutually_exclusive_group()
+    until.add_argument(
+        "--for",
+        dest="duration",
+        metavar="TIME",
+        default="24h",
+        help="put the buffers back after this time (default: 24h)",
+    )
+    until.add_argument("--undo", action="store_true", help="put the buffers back now")
+    tune.add_argument("--sudo", action="store_true", help="use sudo where ssh is not root's")
+    secure.add_argument(
+        "-o",
+        dest="out",
+        metavar="FILE",
+        type=Path,
+        help="the cluster file of the network to write (default: CLUSTER-secure.yaml)",
+    )
+    secure.add_argument(
+        "--port", type=parse_port, metavar="UDP", help="port to listen on (default: 51820)"
+    )
+    secure.add_argument("--undo", action="store_true", help="end the private network")
+    secure.add_argument("--sudo", action="store_true", help="use sudo where ssh is not root's")
+    export.add_argument("--to", required=True, metavar="TOOL", help="ray or skypilot")
+    export.add_argument(
+        "-o",
+        dest="out",
+        metavar="FOLDER",
+        type=Path,
+        default=Path(),
+        help="where to write its files (default: here)",
     )
     down.add_argument(
         "--all", action="store_true", help="also remove the runs and corpora that lie there"
@@ -67,6 +112,75 @@ def run_status(given: argparse.Namespace, console: Console) -> int:
     if any(isinstance(end, HostState) and not end.is_current for end in ends):
         console.write_line(f"fix: {command('cluster', 'up', given.cluster)}")
     return _finish(ends, console)
+
+
+def run_tune(given: argparse.Namespace, console: Console) -> int:
+    """Return the exit code of the first host that failed."""
+    from farspan.app.cluster_hosts import tune_cluster
+    from farspan.planning.quantities import parse_positive
+
+    seconds = parse_positive(parse_duration, given.duration, "--for", "24h")
+    ends, unknown = tune_cluster(given.cluster, seconds=seconds, sudo=given.sudo, undo=given.undo)
+    tuned = [end for end in ends if not isinstance(end, Problem)]
+    heads = ("host", "longest link", "by", "needs", "receive, send", "")
+    rows = [_buffers_row(host) for host in tuned]
+    if rows:
+        for line in table_lines(heads, rows, width=text_width()):
+            console.write_line(line)
+    for a, b in unknown:
+        console.write_line(f"the bandwidth of {a} - {b} is unknown, and was left out")
+    probe = command("probe", "--cluster", given.cluster, "-o", "measured.yaml")
+    if unknown:
+        console.write_line(f"{probe} measures it")
+    elif any(host.state in ("set", "restored") for host in tuned):
+        console.write_line(f"{probe} measures the links again, for plans")
+    return _finish(ends, console)
+
+
+def _buffers_row(host: HostBuffers) -> tuple[str, ...]:
+    link = f"{host.need.peer}, {short_time(host.need.rtt_s)}, {format_rate(host.need.bandwidth)}"
+    sizes = ", ".join(format_bytes(largest) for _, _, largest in host.now.values())
+    state: str = host.state
+    if host.state == "set" and host.until is not None:
+        state = f"for {format_seconds(host.until - time.time())}"
+    elif host.state == "untouched":
+        state = "nothing to put back"
+    needs = format_bytes(host.need.buffer)
+    return (host.host, link, host.interface or "", needs, sizes or "unknown", state)
+
+
+def run_secure(given: argparse.Namespace, console: Console) -> int:
+    """Return the exit code of the first path that does not work, or host that fails."""
+    from farspan.app.cluster_hosts import part_cluster, secure_cluster
+
+    if given.undo:
+        ends = part_cluster(given.cluster, sudo=given.sudo)
+        for end in ends:
+            if not isinstance(end, Problem):
+                host, ended = end
+                console.write_line(f"{host}: {', '.join(ended) or 'no interface'} ended")
+        return _finish(ends, console)
+    out = given.out or Path(f"{Path(given.cluster).stem}-secure.yaml")
+    made = secure_cluster(given.cluster, out, port=given.port, sudo=given.sudo)
+    rows = [(member.host, member.interface, member.address) for member in made.members]
+    for line in table_lines(("host", "interface", "address"), rows, width=text_width()):
+        console.write_line(line)
+    console.write_line(f"wrote {out}; use it as --cluster, first to measure the links:")
+    console.write_line(command("probe", "--cluster", out, "-o", "measured.yaml"))
+    return _finish([*made.members, *made.problems], console)
+
+
+def run_export(given: argparse.Namespace, console: Console) -> int:
+    """Write the cluster's hosts down for another tool."""
+    from farspan.app.cluster_hosts import export_cluster
+
+    exported = export_cluster(given.cluster, given.to, given.out)
+    paths = [str(given.out / name) for name in exported.files]
+    console.write_line(f"wrote {' and '.join(paths)}, for {exported.version}")
+    for note in exported.notes:
+        console.write_line(note)
+    console.answer({"paths": paths, "exported": exported})
+    return 0
 
 
 def run_down(given: argparse.Namespace, console: Console) -> int:

@@ -97,9 +97,8 @@ def _diagnose_failed_path(
         both = f"both {a} and {b} are" if _is_translated(back, examined) else f"{b} is"
         what = f"{both} behind address translation (NAT), and {a} does not get in to {b}"
         remedy = (
-            f"let TCP from {shell_word(a)} in to {host_word} at its router or cloud firewall, or "
-            "join both by a VPN such as WireGuard and set address: of both in the cluster file to "
-            "their addresses in it"
+            "farspan cluster secure, with the same cluster, joins them by WireGuard; or let TCP "
+            f"from {shell_word(a)} in to {host_word} at its router or cloud firewall"
         )
     elif back.failed is None:
         what = f"{b} refuses connections from {a}; the other direction works"

@@ -1,5 +1,6 @@
-"""Clusters: what a cluster file holds, and its hosts made ready for farspan (up), examined (status)
-and cleared of it (down)."""
+"""Clusters: what a cluster file holds, and its hosts made ready for farspan (up), examined
+(status), tuned for their links (tune), joined by a private network (secure) and cleared of farspan
+(down)."""
 
 from __future__ import annotations
 
@@ -7,7 +8,15 @@ import argparse
 from itertools import combinations
 
 from farspan.app.clusters import find_cluster
-from farspan.cli.cluster_hosts_text import configure_hosts, run_down, run_status, run_up
+from farspan.cli.cluster_hosts_text import (
+    configure_hosts,
+    run_down,
+    run_export,
+    run_secure,
+    run_status,
+    run_tune,
+    run_up,
+)
 from farspan.cli.cluster_text import print_cluster
 from farspan.cli.console import Console
 from farspan.domain.cluster import Cluster
@@ -33,7 +42,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace, console: Console) -> int | None:
-    on_hosts = {"up": run_up, "status": run_status, "down": run_down}
+    on_hosts = {
+        "up": run_up,
+        "status": run_status,
+        "tune": run_tune,
+        "secure": run_secure,
+        "export": run_export,
+        "down": run_down,
+    }
     if given.action in on_hosts:
         return on_hosts[given.action](given, console)
     if given.action == "list":

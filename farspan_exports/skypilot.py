@@ -1,0 +1,128 @@
+"""A cluster for SkyPilot: its pools of machines behind ssh, one a site, and a task that trains on
+whichever machine of them is free.
+
+Keys of the pools as `sky/ssh_node_pools` of 0.14.1 reads them, of the task as its `get_task_schema`
+and `get_resources_schema` have them. SkyPilot makes a Kubernetes cluster of each pool. A task of it
+has one pool, so a run over several sites is not its to start.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from farspan.domain import catalog
+from farspan.domain.cluster import Cluster, Host
+from farspan.domain.escapes import shell_word
+from farspan.domain.problems import Refusal
+from farspan.domain.run import make_cache_folder
+from farspan.launch.cluster_exporter import ClusterExporter
+from farspan.launch.own_release import build_own_wheel
+from farspan.launch.ssh_settings import SshAccess
+from farspan_exports.yaml_text import as_yaml
+
+VERSION = "skypilot 0.14.1"
+POOLS = "ssh_node_pools.yaml"
+TASK = "farspan-task.yaml"
+#: The names by which SkyPilot labels GPUs: the first that the driver's name contains
+#: (`sky/utils/gpu_names.py`, `k8s_gpu_labeler_setup.yaml.j2`).
+# fmt: off
+GPU_NAMES = (
+    "GB300", "GB200", "B300", "B200", "B100", "GH200", "H200", "H100-80GB", "H100-MEGA", "H100",
+    "A100-80GB", "A100", "A10G", "A10", "A16", "A30", "A40", "RTX6000-Ada", "L40S", "L40", "L4",
+    "A6000", "A5000", "A4000", "V100-32GB", "V100", "P100", "P40", "P4000", "P4", "T4g", "T4",
+    "K80", "M60",
+)
+# fmt: on
+#: What SkyPilot takes for the name of a pool, a Kubernetes context.
+POOL_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*\Z")
+
+
+def write(
+    name: str, cluster: Cluster, accesses: Mapping[str, SshAccess]
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Write the pools and the task of a cluster. Raises Refusal (cannot-export)."""
+    _check(cluster)
+    pools = {}
+    choices: list[dict[str, Any]] = []
+    for site in cluster.sites:
+        hosts = [host for host in site.hosts if host.devices]
+        if hosts:
+            # Names, which ssh knows from the user's own configuration.
+            pools[site.name] = {"hosts": [host.name for host in hosts]}
+        for host in hosts:
+            choice = {"infra": f"ssh/{site.name}", **_ask_for_devices(host)}
+            if choice not in choices:
+                choices.append(choice)
+    wheel = build_own_wheel(make_cache_folder("wheels")).path
+    there = f"~/farspan-wheel/{wheel.name}"
+    task = {
+        "name": name,
+        # The folder with run.yaml and its text.
+        "workdir": ".",
+        "resources": {"any_of": choices},
+        "file_mounts": {there: str(wheel)},
+        "setup": f'pip install "farspan[train] @ file://$HOME/{Path(there).relative_to("~")}"\n',
+        "run": "farspan train run.yaml --until-done\n",
+    }
+    head = f"# The machines of the farspan cluster {name}, for {VERSION}.\n"
+    files = {
+        POOLS: f"{head}# sky ssh up reads them in ~/.sky/{POOLS}.\n{as_yaml(pools)}",
+        TASK: f"{head}# sky launch FILE trains run.yaml of this folder on one of them.\n"
+        f"{as_yaml(task)}",
+    }
+    notes = (
+        f"then: add {POOLS} to ~/.sky/{POOLS}, sky ssh up, and beside run.yaml: "
+        f"sky launch {shell_word(TASK)}",
+        "a task trains on one machine; over several sites: farspan train --cluster",
+        "the run lies on that machine: checkpoint.copy in run.yaml keeps it in a bucket",
+        "SkyPilot installs Kubernetes (k3s) on the machines, with sudo",
+    )
+    return files, notes
+
+
+def _check(cluster: Cluster) -> None:
+    reasons = []
+    for site in cluster.sites:
+        if not POOL_NAME.match(site.name):
+            reasons.append(f"{site.name!r} cannot be the name of a pool")
+    for host in cluster.machines:
+        kinds = {device.kind for device in host.devices if device.backend == "cuda"}
+        if len(kinds) > 1:
+            reasons.append(f"{host.name} has {len(kinds)} kinds of GPUs, and a task asks for one")
+        if any(device.backend == "mps" for device in host.devices):
+            reasons.append(f"{host.name} has a GPU of Apple, which Kubernetes does not give away")
+    if reasons:
+        raise Refusal(
+            "cannot-export",
+            what="SkyPilot cannot have these hosts",
+            where="--to skypilot",
+            fact="; ".join(reasons),
+            remedy="farspan train run.yaml --cluster, with the same cluster",
+        )
+
+
+def _ask_for_devices(host: Host) -> dict[str, Any]:
+    """Return what a task asks for to get a machine like this host."""
+    counts = Counter(device.kind for device in host.devices if device.backend == "cuda")
+    if not counts:
+        return {"cpus": f"{host.cpus or 1}+"}
+    ((kind, count),) = counts.items()
+    return {"accelerators": {_gpu_name(kind): count}}
+
+
+def _gpu_name(kind: str) -> str:
+    """Return SkyPilot's name of a kind of GPU, by its labeler's rule."""
+    entry = catalog.load_devices().get(kind)
+    driver = entry.match[0] if entry is not None and entry.match else kind
+    for name in GPU_NAMES:
+        if name.lower() in driver.lower():
+            return name
+    label = driver.lower().replace("nvidia ", "").replace("geforce ", "")
+    return label.replace("rtx ", "rtx").replace(" ", "-")
+
+
+exporter = ClusterExporter(name="skypilot", version=VERSION, write=write)

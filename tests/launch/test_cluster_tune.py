@@ -1,0 +1,224 @@
+"""TCP's buffers on the hosts of a cluster: what their links need, and what `farspan cluster tune`
+sets in sites of a lab and puts back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from farspan.app.cluster_hosts import tune_cluster
+from farspan.cli.main import main
+from farspan.domain.cluster import Cluster, Device, Host, Link, Site
+from farspan.domain.clusterfile import save_cluster
+from farspan.launch.hosts import Agent
+from farspan.launch.tcp_buffers import MAX_BUFFER, buffer_needs
+from farspan_lab import state
+from farspan_lab.cluster import of_lab
+from tests.launch.conftest import up
+from tests.waiting import LIMIT_S, wait_for
+
+SETTINGS = ("tcp_rmem", "tcp_wmem")
+#: 100 Mbit/s for 20 ms are 250 kB: one stream needs twice that.
+NEEDED = 500_000
+
+
+@pytest.fixture
+def lab():
+    """Two sites whose streams have 64 kB under way, and a link that takes four times that."""
+    name = f"tune-{os.getpid()}"
+    sites = "{utah: {devices: 1}, star: {devices: 1}}"
+    link = "{between: [utah, star], rtt: 20ms, bandwidth: 100Mbit/s}"
+    yield up(f"name: {name}\nwindow: 64kB\nsites: {sites}\nlinks: [{link}]\n")
+    state.down(name)
+
+
+@pytest.fixture
+def file(lab, tmp_path) -> str:
+    path = tmp_path / "cluster.yaml"
+    save_cluster(of_lab(lab), path, "a test")
+    return str(path)
+
+
+def buffers_of(lab, site: str) -> dict[str, list[int]]:
+    paths = [f"/proc/sys/net/ipv4/{name}" for name in SETTINGS]
+    words = [*state.enter(lab, site), "cat", *paths]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    rows = [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
+    return dict(zip(SETTINGS, rows, strict=True))
+
+
+def with_largest(buffers: dict[str, list[int]], largest: int) -> dict[str, list[int]]:
+    return {name: [*sizes[:2], largest] for name, sizes in buffers.items()}
+
+
+def keeper_of(host: Host) -> int:
+    """The process that puts the buffers of a host back."""
+    with Agent(host, "tune_agent.py") as agent:
+        # Its record lies where only root writes.
+        program = (
+            "import glob, json, os, sys\n"
+            "inode = os.stat('/proc/self/ns/net').st_ino\n"
+            "print(json.load(open(f'/run/farspan-tcp-buffers-{inode}'))['pid'])\n"
+        )
+        words = [*agent.host.enter, sys.executable, "-c", program]
+        return int(subprocess.check_output(words, timeout=LIMIT_S))
+
+
+def test_buffers_are_set_for_the_link_and_put_back_when_told(lab, file):
+    before = {site: buffers_of(lab, site) for site in ("utah", "star")}
+    (utah, star), unknown = tune_cluster(file)
+    assert unknown == ()
+    for host, site, peer in ((utah, "utah", "star"), (star, "star", "utah")):
+        assert host.state == "set"
+        assert (host.need.peer, host.need.buffer) == (peer, NEEDED)
+        assert host.interface is not None
+        assert host.until - time.time() > 23 * 3600
+        assert buffers_of(lab, site) == with_largest(before[site], NEEDED)
+    for state_then in ("restored", "untouched"):
+        ends, _ = tune_cluster(file, undo=True)
+        assert [host.state for host in ends] == [state_then] * 2
+    assert {site: buffers_of(lab, site) for site in before} == before
+
+
+def test_buffers_are_put_back_after_the_time_by_themselves(lab, file):
+    before = {site: buffers_of(lab, site) for site in ("utah", "star")}
+    tune_cluster(file, seconds=0.5)
+    wait_for(
+        lambda: {site: buffers_of(lab, site) for site in before} == before,
+        "the buffers are put back",
+    )
+    (utah, star), _ = tune_cluster(file, undo=True)
+    assert utah.state == star.state == "untouched"
+
+
+def test_later_tune_keeps_what_was_there_before_the_first(lab, file):
+    before = buffers_of(lab, "utah")
+    tune_cluster(file)
+    (utah, _), _ = tune_cluster(file, seconds=100.0)
+    assert utah.state == "set"
+    assert utah.until - time.time() <= 100.0
+    tune_cluster(file, undo=True)
+    assert buffers_of(lab, "utah") == before
+
+
+def test_buffers_are_never_made_smaller(lab, file):
+    before = buffers_of(lab, "utah")
+    size = 2 * NEEDED
+    large = f"4096 4096 {size}"
+    script = " && ".join(f"echo {large} > /proc/sys/net/ipv4/{name}" for name in SETTINGS)
+    subprocess.run([*state.enter(lab, "utah"), "sh", "-c", script], check=True, timeout=LIMIT_S)
+    (utah, star), _ = tune_cluster(file)
+    assert (utah.state, utah.until, star.state) == ("enough", None, "set")
+    assert {sizes[2] for sizes in buffers_of(lab, "utah").values()} == {size}
+    assert before != buffers_of(lab, "utah")
+    tune_cluster(file, undo=True)
+
+
+def test_value_that_somebody_else_has_set_meanwhile_stays(lab, file):
+    before = buffers_of(lab, "utah")
+    tune_cluster(file)
+    words = "echo 4096 8192 123456 > /proc/sys/net/ipv4/tcp_rmem"
+    subprocess.run([*state.enter(lab, "utah"), "sh", "-c", words], check=True, timeout=LIMIT_S)
+    tune_cluster(file, undo=True)
+    assert buffers_of(lab, "utah") == {**before, "tcp_rmem": [4096, 8192, 123456]}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_buffers_are_put_back_though_their_keeper_was_ended(lab, file, number):
+    before = buffers_of(lab, "utah")
+    tune_cluster(file)
+    host = of_lab(lab).machines[0]
+    os.kill(keeper_of(host), number)
+    if number == signal.SIGTERM:
+        wait_for(lambda: buffers_of(lab, "utah") == before, "the buffers are put back")
+    else:
+        assert buffers_of(lab, "utah") != before
+    tune_cluster(file, undo=True)
+    assert buffers_of(lab, "utah") == before
+
+
+def test_user_who_is_not_root_gets_the_command_for_root(lab, tmp_path, capsys):
+    """Also where sudo would be used, which that user may not."""
+    if os.geteuid():
+        pytest.skip("waits for root, who can be another user")
+    before = buffers_of(lab, "utah")
+
+    def as_nobody(host: Host) -> Host:
+        return replace(host, enter=(*host.enter, "setpriv", "--reuid=65534", "--clear-groups"))
+
+    path = tmp_path / "cluster.yaml"
+    save_cluster(of_lab(lab).with_hosts(as_nobody), path, "a test")
+    for options in ((), ("--sudo",)):
+        assert main(["cluster", "tune", str(path), *options, "--json"]) == 32
+        answer = json.loads(capsys.readouterr().out)
+        assert [problem["code"] for problem in answer["problems"]] == ["path-unusable"] * 2
+        problem = answer["problems"][0]
+        assert ("sudo -n" in problem["fact"]) == bool(options)
+        settings = [f"'net.ipv4.{name}=4096 {before[name][1]} {NEEDED}'" for name in SETTINGS]
+        assert problem["remedy"] == f"on utah: sudo sysctl -w {' '.join(settings)}"
+    assert buffers_of(lab, "utah") == before
+
+
+def test_host_that_does_not_answer_leaves_the_others_tuned(lab, file, tmp_path, capsys):
+    cluster = of_lab(lab)
+
+    def break_star(host: Host) -> Host:
+        return replace(host, enter=("false",)) if host.name == "star" else host
+
+    path = tmp_path / "broken.yaml"
+    save_cluster(cluster.with_hosts(break_star), path, "a test")
+    assert main(["cluster", "tune", str(path), "--for", "1h"]) == 36
+    printed = capsys.readouterr()
+    assert "for 59 min 59 s" in printed.out or "for 1 h 00 min" in printed.out
+    assert "star cannot be reached" in printed.out
+    tune_cluster(file, undo=True)
+
+
+def device() -> Device:
+    return Device(kind="cpu-avx2", backend="cpu", memory=2**30)
+
+
+def cluster_of(*links: Link) -> Cluster:
+    sites = [
+        Site(name=f"site-{name}", hosts=(Host(name=name, devices=(device(),)),)) for name in "abc"
+    ]
+    return Cluster(sites=tuple(sites), links=links)
+
+
+def test_host_needs_twice_the_largest_product_of_its_links():
+    near = Link(a="site-a", b="site-b", rtt_s=0.010, bandwidth=1.25e9)
+    far = Link(a="site-a", b="site-c", rtt_s=0.100, bandwidth=1.25e7)
+    # From b to c by way of a: the slower link's rate, the sum of the round trips.
+    needs, unknown = buffer_needs(cluster_of(near, far))
+    assert unknown == ()
+    assert {name: (need.peer, need.buffer) for name, need in needs.items()} == {
+        "a": ("b", 25_000_000),
+        "b": ("a", 25_000_000),
+        "c": ("b", 2_750_000),
+    }
+
+
+def test_buffer_has_the_bytes_that_the_kernel_can_count():
+    (need, *_) = buffer_needs(cluster_of(Link(a="site-a", b="site-b", rtt_s=1.0, bandwidth=1e11)))[
+        0
+    ].values()
+    assert need.buffer == MAX_BUFFER
+
+
+def test_link_of_unknown_bandwidth_is_left_out_and_named(tmp_path: Path, capsys):
+    known = Link(a="site-a", b="site-b", rtt_s=0.010, bandwidth=1e6)
+    needs, unknown = buffer_needs(cluster_of(known, Link(a="site-b", b="site-c", rtt_s=0.05)))
+    assert set(needs) == {"a", "b", "c"}
+    assert unknown == (("b", "c"),)
+    path = tmp_path / "cluster.yaml"
+    save_cluster(cluster_of(Link(a="site-a", b="site-b", rtt_s=0.010)), path, "a test")
+    assert main(["cluster", "tune", str(path)]) == 35
+    assert f"farspan probe --cluster {path} -o measured.yaml" in capsys.readouterr().err
