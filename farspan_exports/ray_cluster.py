@@ -2,11 +2,13 @@
 
 Keys as `ray/autoscaler/ray-schema.json` of 2.60.0 has them, of machines that are there (`provider:
 local`). Ray gives all nodes one user, one key and one start command; which machine it is on, and so
-its interpreter and labels, the command finds by the machine's addresses.
+its interpreter and labels, the command finds by the machine's addresses. From here Ray enters the
+first node alone; that one enters the others, at the addresses by which hosts call each other.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from importlib import metadata
 
@@ -15,6 +17,7 @@ from farspan.domain.escapes import shell_line, shell_word
 from farspan.domain.problems import Refusal
 from farspan.launch.cluster_exporter import ClusterExporter
 from farspan.launch.hosts import host_python
+from farspan.launch.launchers.ray import refuse_public
 from farspan.launch.network_examination import host_address
 from farspan.launch.ssh_settings import SshAccess
 from farspan_exports.yaml_text import as_yaml
@@ -22,6 +25,8 @@ from farspan_exports.yaml_text import as_yaml
 VERSION = "ray 2.60.0"
 FILE = "ray-cluster.yaml"
 RAY_PORT = 6379
+#: What Ray takes for the value of a label (`ray/_private/label_utils.py`).
+RAY_LABEL = re.compile(r"[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?\Z")
 TOKEN = "~/.ray/auth_token"
 #: Where a node has what is known of its machine.
 MACHINE = "~/.farspan-ray-machine"
@@ -34,6 +39,7 @@ def write(
     hosts = cluster.machines
     ways = [accesses[host.name] for host in hosts]
     _require_one_way(ways, hosts)
+    _require_labels(cluster)
     auth = {"ssh_user": ways[0].user}
     if ways[0].key is not None:
         auth["ssh_private_key"] = ways[0].key
@@ -55,7 +61,7 @@ def write(
         "provider": {
             "type": "local",
             "head_ip": ways[0].address,
-            "worker_ips": [way.address for way in ways[1:]],
+            "worker_ips": [host_address(host) for host in hosts[1:]],
         },
         "auth": auth,
         "max_workers": len(hosts) - 1,
@@ -69,8 +75,8 @@ def write(
     }
     text = (
         f"# The machines of the farspan cluster {name}, for {VERSION}.\n"
-        "# ray get-auth-token --generate makes the token once, ray up starts Ray,\n"
-        f"# and ray down ends it.\n{as_yaml(content)}"
+        "# ray get-auth-token --generate makes the token once, ray up FILE starts Ray. It ends by\n"
+        f"# ray exec FILE {shell_word(stop)}\n{as_yaml(content)}"
     )
     key = "ssh_private_key to the first host, which enters the others with it"
     if ways[0].key is None:
@@ -86,11 +92,16 @@ def write(
 def _require_one_way(ways: list[SshAccess], hosts: tuple[Host, ...]) -> None:
     """Refuse hosts that one `auth` of Ray cannot enter, with every reason."""
     reasons = []
-    for what in ("user", "key", "proxy_command"):
+    for what in ("user", "key"):
         values = {getattr(way, what) for way in ways}
         if len(values) > 1:
             listed = ", ".join(sorted(str(value) for value in values))
-            reasons.append(f"all nodes have one {what.replace('_', ' ')}, not {listed}")
+            reasons.append(f"all nodes have one {what}, not {listed}")
+    for host in hosts:
+        if ":" in host_address(host):
+            reasons.append(f"address: of {host.name} is one of IPv6")
+        else:
+            refuse_public(host)
     ports = [f"{host.name}: {way.port}" for host, way in zip(hosts, ways, strict=True)]
     if any(way.port != 22 for way in ways):
         reasons.append(f"it enters port 22 only, not {', '.join(ports)}")
@@ -102,6 +113,20 @@ def _require_one_way(ways: list[SshAccess], hosts: tuple[Host, ...]) -> None:
             fact="; ".join(reasons),
             remedy="farspan train run.yaml --launcher ray, which starts Ray itself",
         )
+
+
+def _require_labels(cluster: Cluster) -> None:
+    """Refuse names that cannot be labels of Ray's nodes."""
+    for host in cluster.machines:
+        for name in (host.name, cluster.site_of(host.name).name):
+            if not RAY_LABEL.match(name):
+                raise Refusal(
+                    "cannot-export",
+                    what=f"{name!r} cannot be a label of Ray",
+                    where="--to ray",
+                    fact="a label has letters, digits, - _ . and at most 63 of them",
+                    remedy="give it another name in the cluster file",
+                )
 
 
 def _describe_machines(cluster: Cluster) -> str:

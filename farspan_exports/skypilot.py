@@ -39,20 +39,23 @@ GPU_NAMES = (
 # fmt: on
 #: What SkyPilot takes for the name of a pool, a Kubernetes context.
 POOL_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*\Z")
+#: What it takes for the name of a task (`sky/skylet/constants.py`, CLUSTER_NAME_VALID_REGEX).
+TASK_NAME = re.compile(r"[a-zA-Z]([-_.a-zA-Z0-9]*[a-zA-Z0-9])?\Z")
+#: The images that tasks run in have another Python than farspan needs.
+PYTHON = "3.12"
 
 
 def write(
     name: str, cluster: Cluster, accesses: Mapping[str, SshAccess]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """Write the pools and the task of a cluster. Raises Refusal (cannot-export)."""
-    _check(cluster)
+    _check(name, cluster, accesses)
     pools = {}
     choices: list[dict[str, Any]] = []
     for site in cluster.sites:
         hosts = [host for host in site.hosts if host.devices]
         if hosts:
-            # Names, which ssh knows from the user's own configuration.
-            pools[site.name] = {"hosts": [host.name for host in hosts]}
+            pools[site.name] = {"hosts": [_pool_entry(host, accesses[host.name]) for host in hosts]}
         for host in hosts:
             choice = {"infra": f"ssh/{site.name}", **_ask_for_devices(host)}
             if choice not in choices:
@@ -65,8 +68,12 @@ def write(
         "workdir": ".",
         "resources": {"any_of": choices},
         "file_mounts": {there: str(wheel)},
-        "setup": f'pip install "farspan[train] @ file://$HOME/{Path(there).relative_to("~")}"\n',
-        "run": "farspan train run.yaml --until-done\n",
+        "setup": (
+            f"python3 -m pip install uv\npython3 -m uv venv --python {PYTHON} ~/farspan\n"
+            "python3 -m uv pip install --python ~/farspan/bin/python --torch-backend auto \\\n"
+            f'  "farspan[train] @ file://$HOME/{Path(there).relative_to("~")}"\n'
+        ),
+        "run": "~/farspan/bin/farspan train run.yaml --until-done\n",
     }
     head = f"# The machines of the farspan cluster {name}, for {VERSION}.\n"
     files = {
@@ -84,12 +91,18 @@ def write(
     return files, notes
 
 
-def _check(cluster: Cluster) -> None:
+def _check(name: str, cluster: Cluster, accesses: Mapping[str, SshAccess]) -> None:
+    """Refuse a cluster that SkyPilot cannot have, with every reason."""
     reasons = []
+    if not TASK_NAME.match(name):
+        reasons.append(f"{name!r} cannot be the name of a task: rename the cluster file")
     for site in cluster.sites:
         if not POOL_NAME.match(site.name):
             reasons.append(f"{site.name!r} cannot be the name of a pool")
     for host in cluster.machines:
+        access = accesses[host.name]
+        if host.enter is not None and (access.proxy_command or access.port != 22):
+            reasons.append(f"{host.name} is entered by an ssh command with options of its own")
         kinds = {device.kind for device in host.devices if device.backend == "cuda"}
         if len(kinds) > 1:
             reasons.append(f"{host.name} has {len(kinds)} kinds of GPUs, and a task asks for one")
@@ -105,11 +118,21 @@ def _check(cluster: Cluster) -> None:
         )
 
 
+def _pool_entry(host: Host, access: SshAccess) -> Any:
+    """Return a host as a pool has it: by its name in the user's ssh configuration, or as the
+    cluster file enters it."""
+    if host.enter is None:
+        return host.name
+    entry = {"ip": access.address, "user": access.user}
+    return entry if access.key is None else {**entry, "identity_file": access.key}
+
+
 def _ask_for_devices(host: Host) -> dict[str, Any]:
     """Return what a task asks for to get a machine like this host."""
     counts = Counter(device.kind for device in host.devices if device.backend == "cuda")
     if not counts:
-        return {"cpus": f"{host.cpus or 1}+"}
+        # Kubernetes' own processes take a part of the cores.
+        return {"cpus": f"{max(1, (host.cpus or 1) // 2)}+"}
     ((kind, count),) = counts.items()
     return {"accelerators": {_gpu_name(kind): count}}
 

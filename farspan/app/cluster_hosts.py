@@ -3,13 +3,16 @@ cleared of all that."""
 
 from __future__ import annotations
 
+import getpass
+import platform
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from farspan.app.clusters import find_cluster
 from farspan.app.updates import Progress, ignore_update, note_reporter
-from farspan.domain.cluster import Host
+from farspan.domain.cluster import Cluster, Host
 from farspan.domain.problems import Problem, Refusal, command
+from farspan.domain.struct_files import content_hash
 from farspan.domain.units import format_seconds
 
 if TYPE_CHECKING:
@@ -17,7 +20,6 @@ if TYPE_CHECKING:
     from farspan.launch.cluster_setup import ReadyHost
     from farspan.launch.cluster_tidy import HostState, TidiedHost
     from farspan.launch.host_wheels import WheelSource
-    from farspan.launch.private_network import PrivateNetwork
     from farspan.launch.tcp_buffers import HostBuffers
 
 #: Buffers of TCP are put back after this time.
@@ -76,6 +78,16 @@ def tune_cluster(
 
     cluster = find_cluster(name, as_written=True)
     needs, unknown = tcp_buffers.buffer_needs(cluster)
+    if undo:
+        return tcp_buffers.restore_hosts(cluster.machines, needs, sudo=sudo), ()
+    if len(cluster.machines) < 2:
+        raise Refusal(
+            "cluster-invalid",
+            what="a cluster of one host has no link that buffers could be set for",
+            where=name,
+            fact=cluster.summary,
+            remedy=command("cluster", "show", name),
+        )
     hosts = [host for host in cluster.machines if host.name in needs]
     if not hosts:
         host_names = ", ".join(host.name for host in cluster.machines)
@@ -86,8 +98,6 @@ def tune_cluster(
             fact=f"its hosts: {host_names}",
             remedy=command("probe", "--cluster", name, "-o", "measured.yaml"),
         )
-    if undo:
-        return tcp_buffers.restore_hosts(hosts, needs, sudo=sudo), unknown
     return tcp_buffers.tune_hosts(hosts, needs, seconds=seconds, sudo=sudo), unknown
 
 
@@ -120,33 +130,40 @@ def export_cluster(name: str, tool: str, to: Path) -> ExportedCluster:
 
 def secure_cluster(
     name: str, to: Path, *, port: int | None = None, sudo: bool = False
-) -> PrivateNetwork:
-    """Join the hosts of a cluster by a private network, and write the cluster file of it.
+) -> tuple[Cluster, list[Problem]]:
+    """Join the hosts of a cluster by a private network, and write the cluster file of it; return
+    that cluster, and the paths that do not work.
 
-    A file of the same network stays as it is, with what was measured since. Raises Refusal
-    (run-exists) for any other.
+    A file of the same addresses stays as it is, with what was measured since. Raises Refusal
+    (run-exists) for any other, before anything is changed.
     """
     from farspan.app.preflight_checks import refuse_file
     from farspan.domain.clusterfile import load_cluster, save_cluster
     from farspan.launch import private_network
 
     cluster = find_cluster(name, as_written=True)
-    is_again = to.is_file() and private_network.is_joined(load_cluster(to), cluster)
-    if not is_again:
+    plan = private_network.plan_network(cluster, _network_id(name), name, sudo=sudo)
+    is_written = to.is_file() and private_network.same_addresses(load_cluster(to), plan.joined)
+    if not is_written:
         refuse_file(to, command("cluster", "secure", name, "-o", f"{to.stem}-2.yaml"))
-    made = private_network.join_hosts(cluster, port=port or private_network.PORT, sudo=sudo)
-    if is_again and private_network.same_addresses(load_cluster(to), made.cluster):
-        return made
-    refuse_file(to, command("cluster", "secure", name, "-o", f"{to.stem}-2.yaml"))
-    save_cluster(made.cluster, to, f"{name}, by a private network: farspan cluster secure")
-    return made
+    problems = private_network.join_hosts(plan, port=port or private_network.PORT)
+    if not is_written:
+        save_cluster(plan.joined, to, f"{name}, by a private network: farspan cluster secure")
+    return plan.joined, problems
 
 
-def part_cluster(name: str, *, sudo: bool = False) -> list[tuple[str, tuple[str, ...]] | Problem]:
-    """End the private network of a cluster's hosts; return which interfaces ended on each."""
+def part_cluster(name: str, *, sudo: bool = False) -> list[tuple[str, bool] | Problem]:
+    """End the private network of a cluster's hosts; return whether each was in it."""
     from farspan.launch import private_network
 
-    return private_network.part_hosts(_hosts(name), sudo=sudo)
+    return private_network.part_hosts(_hosts(name), _network_id(name), name, sudo=sudo)
+
+
+def _network_id(name: str) -> str:
+    """Return by what hosts know the network of a cluster file again: no other user, machine or file
+    changes it."""
+    place = f"{getpass.getuser()}@{platform.node()}:{Path(name).absolute()}"
+    return content_hash(place)
 
 
 def _hosts(name: str) -> tuple[Host, ...]:

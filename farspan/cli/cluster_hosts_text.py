@@ -129,7 +129,8 @@ def run_tune(given: argparse.Namespace, console: Console) -> int:
             console.write_line(line)
     for a, b in unknown:
         console.write_line(f"the bandwidth of {a} - {b} is unknown, and was left out")
-    probe = command("probe", "--cluster", given.cluster, "-o", "measured.yaml")
+    measured = "tuned.yaml" if Path(given.cluster).name == "measured.yaml" else "measured.yaml"
+    probe = command("probe", "--cluster", given.cluster, "-o", measured)
     if unknown:
         console.write_line(f"{probe} measures it")
     elif any(host.state in ("set", "restored") for host in tuned):
@@ -138,14 +139,17 @@ def run_tune(given: argparse.Namespace, console: Console) -> int:
 
 
 def _buffers_row(host: HostBuffers) -> tuple[str, ...]:
-    link = f"{host.need.peer}, {short_time(host.need.rtt_s)}, {format_rate(host.need.bandwidth)}"
+    link = needs = ""
+    if host.need is not None:
+        rtt = short_time(host.need.rtt_s)
+        link = f"{host.need.peer}, {rtt}, {format_rate(host.need.bandwidth)}"
+        needs = format_bytes(host.need.buffer)
     sizes = ", ".join(format_bytes(largest) for _, _, largest in host.now.values())
     state: str = host.state
     if host.state == "set" and host.until is not None:
         state = f"for {format_seconds(host.until - time.time())}"
     elif host.state == "untouched":
         state = "nothing to put back"
-    needs = format_bytes(host.need.buffer)
     return (host.host, link, host.interface or "", needs, sizes or "unknown", state)
 
 
@@ -157,17 +161,19 @@ def run_secure(given: argparse.Namespace, console: Console) -> int:
         ends = part_cluster(given.cluster, sudo=given.sudo)
         for end in ends:
             if not isinstance(end, Problem):
-                host, ended = end
-                console.write_line(f"{host}: {', '.join(ended) or 'no interface'} ended")
+                host, was_in = end
+                console.write_line(f"{host}: {'left the network' if was_in else 'was in none'}")
         return _finish(ends, console)
     out = given.out or Path(f"{Path(given.cluster).stem}-secure.yaml")
-    made = secure_cluster(given.cluster, out, port=given.port, sudo=given.sudo)
-    rows = [(member.host, member.interface, member.address) for member in made.members]
-    for line in table_lines(("host", "interface", "address"), rows, width=text_width()):
+    cluster, problems = secure_cluster(given.cluster, out, port=given.port, sudo=given.sudo)
+    rows = [(host.name, host.address or "") for host in cluster.machines]
+    for line in table_lines(("host", "address"), rows, width=text_width()):
         console.write_line(line)
-    console.write_line(f"wrote {out}; use it as --cluster, first to measure the links:")
-    console.write_line(command("probe", "--cluster", out, "-o", "measured.yaml"))
-    return _finish([*made.members, *made.problems], console)
+    probe = command("probe", "--cluster", out, "-o", "measured.yaml")
+    console.write_line(f"{out} is the cluster file of the network; first measure its links:")
+    console.write_line(probe)
+    joined = [{"host": host, "address": address} for host, address in rows]
+    return _finish([*joined, *problems], console)
 
 
 def run_export(given: argparse.Namespace, console: Console) -> int:

@@ -1,5 +1,5 @@
 """A private network of a cluster's hosts: an interface of WireGuard on each, between which all is
-encrypted, and which hosts behind address translation reach the others by.
+encrypted, and by which hosts behind address translation are reached.
 
 Every host knows every other one. A host that routers hide calls those that it reaches, and keeps
 these paths open; of two hidden hosts one has to let UDP in.
@@ -8,29 +8,35 @@ these paths open; of two hidden hosts one has to let UDP in.
 from __future__ import annotations
 
 import ipaddress
-import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import combinations
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from farspan.domain.cluster import Cluster, Host
 from farspan.domain.decoding import convert_value
 from farspan.domain.escapes import shell_word
-from farspan.domain.problems import Problem, Refusal
+from farspan.domain.problems import Problem, Refusal, command
 from farspan.launch.hosts import Agent, with_each_host
 from farspan.launch.link_measurement import HostPath, measure_paths
 from farspan.launch.network_examination import host_address, start_agents
 from farspan.launch.root_agents import root_agent, why_not_root
+from farspan.launch.secure_agent import INTERFACE
 
 SECURE_AGENT = "secure_agent.py"
 #: 32 bytes in base64.
-PUBLIC_KEY = re.compile(r"[A-Za-z0-9+/]{43}=\Z")
+PUBLIC_KEY = r"^[A-Za-z0-9+/]{43}=\Z"
+IPV4_NETWORK = r"^[0-9]{1,3}(\.[0-9]{1,3}){3}(/[0-9]{1,2})?\Z"
 #: A first handshake succeeds within this: three of the 5 s after which WireGuard tries again.
 HANDSHAKE_S = 15.0
+#: Looking up the name of a peer may take so long.
+LOOKUP_S = 10.0
+#: Packets of full size are tried by a message of so many bytes.
+MESSAGE_BYTES = 200_000
+MESSAGE_S = 60.0
 #: WireGuard's usual port.
 PORT = 51820
 #: Networks that are tried: private ones (RFC 1918), then those of RFC 6598, which sites with all of
@@ -41,184 +47,209 @@ NETWORKS += [ipaddress.IPv4Network(f"100.{number}.0.0/16") for number in range(6
 SHORTEST_PREFIX = 8
 #: At most this much of a list stands in a refusal.
 MAX_FACT = 400
+PublicKey = Annotated[str, msgspec.Meta(pattern=PUBLIC_KEY)]
+Ipv4Text = Annotated[str, msgspec.Meta(pattern=IPV4_NETWORK)]
+Answer = TypeVar("Answer", bound=msgspec.Struct)
 
 
-Ipv4Text = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,3}(\.[0-9]{1,3}){3}(/[0-9]{1,2})?\Z")]
+class _Membership(msgspec.Struct, frozen=True, kw_only=True):
+    """The network that a host is in, by its record."""
 
-
-class NetworkMember(msgspec.Struct, frozen=True, kw_only=True):
-    """A host of the network."""
-
-    host: str
-    interface: str
-    #: In the network.
-    address: str
-    public_key: str
-
-
-class PrivateNetwork(msgspec.Struct, frozen=True, kw_only=True):
-    members: tuple[NetworkMember, ...]
-    #: The same hosts, which call each other by their addresses in the network.
-    cluster: Cluster
-    #: The paths in it that do not work.
-    problems: tuple[Problem, ...]
+    id: str
+    address: Ipv4Text
 
 
 class _Look(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of a host's agent."""
-
     #: The number of the user there; 0 is root.
     user: int
+    system: str
     #: Tools that are not installed.
     missing: tuple[str, ...]
-    #: Those that farspan has made.
-    interfaces: tuple[str, ...]
-    #: To which the host has routes.
-    networks: tuple[Ipv4Text, ...]
+    is_up: bool
+    #: None where it is in none.
+    network: _Membership | None
+    #: Networks to which the host has routes of others.
+    routes: tuple[Ipv4Text, ...]
 
 
-def join_hosts(cluster: Cluster, *, port: int, sudo: bool) -> PrivateNetwork:
-    """Make the network of a cluster's hosts that have devices, or bring it up to date, and try
-    every path in it.
+class _Key(msgspec.Struct, frozen=True, kw_only=True):
+    public_key: PublicKey
 
-    Raises Refusal (host-unreachable, path-unusable, extra-missing, cluster-invalid) before it
-    changes anything.
+
+class _BroughtUp(msgspec.Struct, frozen=True, kw_only=True):
+    is_new: bool
+
+
+class _Handshakes(msgspec.Struct, frozen=True, kw_only=True):
+    public_keys: tuple[PublicKey, ...]
+
+
+class _TakenDown(msgspec.Struct, frozen=True, kw_only=True):
+    ended: bool
+
+
+class NetworkPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A network before it is made."""
+
+    #: By which hosts know it again.
+    id: str
+    #: The cluster whose hosts it joins, and the same with their addresses in the network.
+    cluster: Cluster
+    joined: Cluster
+    #: Bits of an address that are the network's.
+    prefix: int
+    #: The user of each host, by its name.
+    users: dict[str, int]
+
+
+def plan_network(cluster: Cluster, network_id: str, name: str, *, sudo: bool) -> NetworkPlan:
+    """Look at a cluster's hosts that have devices, and choose their addresses. Nothing is changed.
+
+    `name`: what the user calls the cluster. Raises Refusal (host-unreachable, path-unusable,
+    extra-missing, cluster-invalid).
     """
     hosts = cluster.machines
-    looks = {}
+    for host in hosts:
+        if host.interface == INTERFACE:
+            raise Refusal(
+                "cluster-invalid",
+                what=f"{name} is the file of a private network, not of hosts to join",
+                where=f"host {host.name}",
+                fact=f"interface: {INTERFACE}, address: {host.address}",
+                remedy="farspan cluster secure, with the file that it was made from",
+            )
+    looks = dict[str, _Look]()
     for host, look in zip(hosts, with_each_host(hosts, _look_at), strict=True):
         if isinstance(look, Problem):
             raise Refusal.of(look)
-        _require_ready(host, look, sudo)
+        _require_ready(host, look)
+        _require_own(host, look, network_id)
+        _require_root(host, look.user, sudo, command("cluster", "secure", name, "--sudo"))
         looks[host.name] = look
-    network = _choose_network(looks.values())
-    with ExitStack() as stack:
-        agents = {}
-        for host in hosts:
-            agent = root_agent(host, SECURE_AGENT, looks[host.name].user)
-            agents[host.name] = stack.enter_context(agent)
-        members = []
-        for number, host in enumerate(hosts, 1):
-            interface = f"farspan{number}"
-            key = _require_key(agents[host.name], interface)
-            address = str(network[number])
-            members.append(
-                NetworkMember(host=host.name, interface=interface, address=address, public_key=key)
-            )
-        for member in members:
-            _ask(
-                agents[member.host],
-                "bring_up",
-                interface=member.interface,
-                address=f"{member.address}/{network.prefixlen}",
-                port=port,
-                peers=_list_peers(hosts, members, member, port),
-            )
-    by_name = {member.host: member for member in members}
+    network = _choose_network(looks)
+    # A host keeps the address that it has.
+    addresses = dict[str, str]()
+    for host in hosts:
+        membership = looks[host.name].network
+        if membership is not None and ipaddress.IPv4Address(membership.address) in network:
+            addresses[host.name] = membership.address
+    free = (str(address) for address in network.hosts() if str(address) not in addresses.values())
+    for host in hosts:
+        if host.name not in addresses:
+            addresses[host.name] = next(free)
 
     def move(host: Host) -> Host:
-        member = by_name.get(host.name)
-        if member is None:
+        if host.name not in addresses:
             return host
-        return msgspec.structs.replace(host, address=member.address, interface=member.interface)
+        return msgspec.structs.replace(host, address=addresses[host.name], interface=INTERFACE)
 
-    joined = cluster.with_hosts(move)
-    problems = tuple(_try_paths(joined, port))
-    return PrivateNetwork(members=tuple(members), cluster=joined, problems=problems)
-
-
-def is_joined(cluster: Cluster, hosts_of: Cluster) -> bool:
-    """Return whether a cluster has the same hosts, each by an interface of such a network."""
-    for host in cluster.machines:
-        if not (host.interface or "").startswith("farspan"):
-            return False
-    return [host.name for host in cluster.machines] == [host.name for host in hosts_of.machines]
+    return NetworkPlan(
+        id=network_id,
+        cluster=cluster,
+        joined=cluster.with_hosts(move),
+        prefix=network.prefixlen,
+        users={host: look.user for host, look in looks.items()},
+    )
 
 
-def same_addresses(a: Cluster, b: Cluster) -> bool:
-    """Return whether hosts call each other alike in both."""
-    ways = [[(host.address, host.interface) for host in cluster.machines] for cluster in (a, b)]
-    return ways[0] == ways[1]
+def join_hosts(plan: NetworkPlan, *, port: int) -> list[Problem]:
+    """Make a network, or bring it up to date, and try every path in it; return what does not work.
+
+    Raises Refusal where a host fails; those that were not in the network before leave it then.
+    """
+    with ExitStack() as stack:
+        agents = {}
+        for host in plan.cluster.machines:
+            agent = root_agent(host, SECURE_AGENT, plan.users[host.name])
+            agents[host.name] = stack.enter_context(agent)
+        keys = {}
+        new = []
+        try:
+            for name, agent in agents.items():
+                keys[name] = _ask(agent, _Key, "make_key").public_key
+            _require_different(keys)
+            for name, agent in agents.items():
+                question = _membership_question(plan, name, keys, port)
+                if _ask(agent, _BroughtUp, "bring_up", **question).is_new:
+                    new.append(agent)
+        except Refusal:
+            for agent in new:
+                with suppress(Refusal):
+                    _ask(agent, _TakenDown, "take_down", network=plan.id)
+            raise
+        return list(_try_paths(plan.joined, agents, keys, port))
 
 
-def _list_peers(
-    hosts: Sequence[Host], members: Sequence[NetworkMember], own: NetworkMember, port: int
-) -> list[dict[str, Any]]:
-    """Return the other members, as an agent gets them."""
-    peers = []
-    for host, member in zip(hosts, members, strict=True):
-        if member is not own:
-            peers.append(
-                {
-                    "public_key": member.public_key,
-                    "address": member.address,
-                    "host": host_address(host),
-                    "port": port,
-                }
-            )
-    return peers
+def part_hosts(
+    hosts: Sequence[Host], network_id: str, name: str, *, sudo: bool
+) -> list[tuple[str, bool] | Problem]:
+    """End a network on its hosts, side by side; return whether each was in it."""
+    remedy = command("cluster", "secure", name, "--undo", "--sudo")
 
-
-def part_hosts(hosts: Sequence[Host], *, sudo: bool) -> list[tuple[str, tuple[str, ...]] | Problem]:
-    """End farspan's interfaces on all hosts, side by side; return which ended on each."""
-
-    def part(host: Host) -> tuple[str, tuple[str, ...]]:
+    def part(host: Host) -> tuple[str, bool]:
         look = _look_at(host)
-        if not look.interfaces:
-            return host.name, ()
-        _require_root(host, look.user, sudo)
+        if not look.is_up:
+            return host.name, False
+        _require_own(host, look, network_id)
+        _require_root(host, look.user, sudo, remedy)
         with root_agent(host, SECURE_AGENT, look.user) as agent:
-            return host.name, tuple(_ask(agent, "take_down")["ended"])
+            return host.name, _ask(agent, _TakenDown, "take_down", network=network_id).ended
 
     return with_each_host(hosts, part)
 
 
-def _choose_network(looks: Iterable[_Look]) -> ipaddress.IPv4Network:
-    """Return the first network to which no host has a route. Raises Refusal (cluster-invalid)."""
-    taken = []
-    for look in looks:
-        for text in look.networks:
-            # Not of four bytes: no network.
-            with suppress(ValueError):
-                network = ipaddress.IPv4Network(text, strict=False)
-                if network.prefixlen >= SHORTEST_PREFIX:
-                    taken.append(network)
-    for network in NETWORKS:
-        if not any(network.overlaps(other) for other in taken):
-            return network
-    raise Refusal(
-        "cluster-invalid",
-        what="no private network is free for these hosts",
-        where=f"{NETWORKS[0]} to {NETWORKS[-1]}",
-        fact=f"they have routes to {', '.join(map(str, sorted(set(taken))))}"[:MAX_FACT],
-        remedy="join the hosts by a VPN of yours, and set address: of each in the cluster file",
-    )
-
-
-def _require_ready(host: Host, look: _Look, sudo: bool) -> None:
-    if look.missing:
-        raise Refusal(
-            "extra-missing",
-            what=f"{host.name} lacks WireGuard's tools",
-            where=f"host {host.name}",
-            fact=f"{' and '.join(look.missing)} is not installed there",
-            remedy=(
-                f"on {shell_word(host.name)}: "
-                "sudo apt-get install wireguard-tools wireguard-go iproute2"
-            ),
-        )
-    _require_root(host, look.user, sudo)
+def same_addresses(a: Cluster, b: Cluster) -> bool:
+    """Return whether both have the same hosts, which call each other alike."""
+    rows = []
+    for cluster in (a, b):
+        rows.append([(host.name, host.address, host.interface) for host in cluster.machines])
+    return rows[0] == rows[1]
 
 
 def _look_at(host: Host) -> _Look:
     with Agent(host, SECURE_AGENT) as agent:
-        return convert_value(agent.ask("look"), _Look)
+        return _ask(agent, _Look, "look")
 
 
-def _require_root(host: Host, user: int, sudo: bool) -> None:
+def _require_ready(host: Host, look: _Look) -> None:
+    if look.system != "Linux":
+        raise Refusal(
+            "cluster-invalid",
+            what=f"{host.name} cannot be in a private network",
+            where=f"host {host.name}",
+            fact=f"farspan makes interfaces of WireGuard on Linux alone; it has {look.system}",
+            remedy="join the hosts by a VPN of yours, and set address: of each in the cluster file",
+        )
+    if look.missing:
+        packages = [{"wg": "wireguard-tools", "ip": "iproute2"}[tool] for tool in look.missing]
+        raise Refusal(
+            "extra-missing",
+            what=f"{host.name} lacks tools that WireGuard is set by",
+            where=f"host {host.name}",
+            fact=f"{' and '.join(look.missing)} is not installed there",
+            remedy=(
+                f"on {shell_word(host.name)}: sudo apt-get install {shell_word(packages[0])}, or "
+                "the package of its system"
+            ),
+        )
+
+
+def _require_own(host: Host, look: _Look, network_id: str) -> None:
+    """Refuse a host that is in another network: one host has one."""
+    if not look.is_up or (look.network is not None and look.network.id == network_id):
+        return
+    raise Refusal(
+        "cluster-invalid",
+        what=f"{host.name} is in the private network of another cluster file",
+        where=f"host {host.name}, interface {INTERFACE}",
+        fact="it was made by another user, on another machine, or for a file of another place",
+        remedy=f"on {shell_word(host.name)}, if nobody uses it: sudo ip link delete farspan0",
+    )
+
+
+def _require_root(host: Host, user: int, sudo: bool, remedy: str) -> None:
     fact = why_not_root(host, user, sudo)
     if fact:
-        remedy = "farspan cluster secure --sudo, with the same cluster"
         if sudo:
             remedy = f"let ssh {shell_word(host.name)} log in as root: User root in ~/.ssh/config"
         raise Refusal(
@@ -230,62 +261,164 @@ def _require_root(host: Host, user: int, sudo: bool) -> None:
         )
 
 
-def _require_key(agent: Agent, interface: str) -> str:
-    """Return a host's public key. It goes into the configuration of the others: nothing but a key
-    may stand there."""
-    key = str(_ask(agent, "make_key", interface=interface)["public_key"])
-    if not PUBLIC_KEY.match(key):
-        raise Refusal(
-            "host-unreachable",
-            what=f"{agent.host.name} answers what is no key of WireGuard",
-            where=f"host {agent.host.name}",
-            fact=repr(key[:80]),
-            remedy=f"on {shell_word(agent.host.name)}: wg genkey | wg pubkey",
+def _choose_network(looks: Mapping[str, _Look]) -> ipaddress.IPv4Network:
+    """Return the network that hosts are in already, or else the first to which no host has a route.
+    Raises Refusal (cluster-invalid)."""
+    taken = []
+    present = []
+    for look in looks.values():
+        # Not of four bytes: no network.
+        with suppress(ValueError):
+            if look.network is not None:
+                present.append(ipaddress.IPv4Address(look.network.address))
+            for text in look.routes:
+                network = ipaddress.IPv4Network(text, strict=False)
+                if network.prefixlen >= SHORTEST_PREFIX:
+                    taken.append(network)
+    candidates = [network for network in NETWORKS if any(ip in network for ip in present)]
+    for network in [*candidates, *NETWORKS]:
+        if not any(network.overlaps(other) for other in taken):
+            return network
+    raise Refusal(
+        "cluster-invalid",
+        what="no private network is free for these hosts",
+        where=f"{NETWORKS[0]} to {NETWORKS[-1]}",
+        fact=f"they have routes to {', '.join(map(str, sorted(set(taken))))}"[:MAX_FACT],
+        remedy="join the hosts by a VPN of yours, and set address: of each in the cluster file",
+    )
+
+
+def _require_different(keys: Mapping[str, str]) -> None:
+    """Refuse a host that answers with another's key: that one would be cut off."""
+    owners = dict[str, str]()
+    for host, key in keys.items():
+        other = owners.setdefault(key, host)
+        if other != host:
+            raise Refusal(
+                "cluster-invalid",
+                what=f"{other} and {host} have the same key of WireGuard",
+                where=f"hosts {other}, {host}",
+                fact="they are one machine, or one of them answers with the other's key",
+                remedy=f"leave {shell_word(host)} out of the cluster file",
+            )
+
+
+def _membership_question(
+    plan: NetworkPlan, name: str, keys: Mapping[str, str], port: int
+) -> dict[str, Any]:
+    """Return the question that brings a host's interface up."""
+    peers = []
+    own_address = ""
+    for host, joined in zip(plan.cluster.machines, plan.joined.machines, strict=True):
+        if host.name == name:
+            own_address = host_address(joined)
+            continue
+        peers.append(
+            {
+                "public_key": keys[host.name],
+                "address": host_address(joined),
+                "host": host_address(host),
+            }
         )
-    return key
+    return {
+        "network": plan.id,
+        "address": own_address,
+        "prefix": plan.prefix,
+        "port": port,
+        "peers": peers,
+        "deadline_s": MESSAGE_S + LOOKUP_S * len(peers),
+    }
 
 
-def _ask(agent: Agent, do: str, **values: Any) -> dict[str, Any]:
-    """Ask an agent that is root. Raises Refusal (path-unusable) where the system refuses it."""
+def _ask(agent: Agent, kind: type[Answer], do: str, **values: Any) -> Answer:
+    """Ask an agent. Raises Refusal (path-unusable) where the system refuses it, (host-unreachable)
+    for an answer of another form: what one host answers goes into the settings of others."""
     answer = agent.ask(do, **values)
+    host_word = shell_word(agent.host.name)
     if "refused" in answer:
-        host_word = shell_word(agent.host.name)
+        refused = str(answer["refused"])
         remedy = f"on {host_word}: sudo dmesg | tail"
-        if "wireguard-go" in answer["refused"]:
+        if "wireguard-go" in refused:
             remedy = f"on {host_word}: sudo apt-get install wireguard-go"
         raise Refusal(
             "path-unusable",
             what=f"{agent.host.name} has no interface of WireGuard",
             where=f"host {agent.host.name}",
-            fact=answer["refused"],
+            fact=refused,
             remedy=remedy,
         )
-    return answer
+    try:
+        return convert_value(answer, kind)
+    except msgspec.ValidationError as error:
+        raise Refusal(
+            "host-unreachable",
+            what=f"{agent.host.name} answers what no agent does",
+            where=f"host {agent.host.name}",
+            fact=f"{do}: {error}",
+            remedy=f"on {host_word}: wg genkey | wg pubkey",
+        ) from None
 
 
-def _try_paths(cluster: Cluster, port: int) -> Iterator[Problem]:
-    """Connect every two hosts over the network; yield what does not work.
+def _try_paths(
+    joined: Cluster, agents: Mapping[str, Agent], keys: Mapping[str, str], port: int
+) -> Iterator[Problem]:
+    """Connect every two hosts over the network, both ways, and send packets of full size; yield
+    what does not work.
 
     The first handshake may meet a host that is not up yet: WireGuard tries again after 5 s.
     """
-    with start_agents(cluster.machines) as (reached, unreachable):
+    with start_agents(joined.machines) as (reached, unreachable):
         yield from unreachable.values()
-        for a, b in combinations(sorted(reached), 2):
+        for a, b in combinations(reached, 2):
             deadline = time.monotonic() + HANDSHAKE_S
-            path, _ = measure_paths(reached[a], reached[b], ())
-            while path.failed and time.monotonic() < deadline:
-                path, _ = measure_paths(reached[a], reached[b], ())
-            if path.failed:
-                yield _closed_path(path, port)
+            while True:
+                both = measure_paths(reached[a], reached[b], ())
+                failed = [path for path in both if path.failed]
+                if not failed or time.monotonic() > deadline:
+                    break
+            if not failed:
+                yield from _try_full_packets(reached[a], reached[b])
+            elif keys[b] in _ask(agents[a], _Handshakes, "handshakes").public_keys:
+                for path in failed:
+                    yield _filtered_path(path)
+            else:
+                yield _closed_path(failed[0], port)
+
+
+def _try_full_packets(a: Agent, b: Agent) -> Iterator[Problem]:
+    for sender, receiver in ((a, b), (b, a)):
+        message = {**receiver.target, "size": MESSAGE_BYTES, "repeats": 1}
+        try:
+            sender.ask("transfer", **message, deadline_s=MESSAGE_S)
+        except Refusal as refusal:
+            yield _narrow_path(sender.host.name, receiver.host.name, refusal.problem.fact)
+
+
+def _narrow_path(a: str, b: str, fact: str) -> Problem:
+    return Problem(
+        code="host-unreachable",
+        what=f"large packets of {a} do not reach {b}",
+        where=f"link {a} -> {b}",
+        fact=fact,
+        remedy=f"on {shell_word(a)}: sudo ip link set mtu 1280 dev farspan0",
+    )
+
+
+def _filtered_path(path: HostPath) -> Problem:
+    return Problem(
+        code="host-unreachable",
+        what=f"{path.b} lets nothing of {path.a} in from the private network",
+        where=f"link {path.a} -> {path.b}",
+        fact=f"{path.failed}: {path.fact}; WireGuard itself works between them",
+        remedy=f"on {shell_word(path.b)}: sudo ufw allow in on farspan0",
+    )
 
 
 def _closed_path(path: HostPath, port: int) -> Problem:
     return Problem(
         code="host-unreachable",
-        what=f"{path.a} and {path.b} do not reach each other over the private network",
+        what=f"{path.a} and {path.b} do not reach each other by WireGuard",
         where=f"link {path.a} -> {path.b}",
-        fact=f"{path.failed}: {path.fact}; neither lets UDP port {port} in",
-        remedy=(
-            f"on {shell_word(path.b)}: sudo ufw allow {shell_word(port)}/udp, and so at its router"
-        ),
+        fact=f"no UDP packet to port {port} of either arrives; a router before it may drop it too",
+        remedy=f"on {shell_word(path.b)}: sudo ufw allow {shell_word(port)}/udp",
     )

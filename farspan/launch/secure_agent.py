@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import socket
@@ -19,14 +20,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-#: Root's alone, and gone after a restart of the machine, as interfaces are.
-KEY_FOLDER = Path("/run/farspan-wireguard")
-#: Interfaces that farspan has made: no other is ever touched.
-OWN_INTERFACE = re.compile(r"farspan\d+\Z")
+#: A host has one private network of farspan's: no other interface is ever touched.
+INTERFACE = "farspan0"
+#: Root's alone to write, and gone after a restart of the machine, as interfaces are.
+STATE_FOLDER = Path("/run")
 #: A command that sets an interface takes no longer.
 COMMAND_TIMEOUT_S = 20.0
-#: Packets of 1,500 bytes less those of WireGuard over IPv6, as wg-quick(8) has it.
-MTU = 1420
+#: What WireGuard adds to a packet, over IPv6, which has the longer head: wg-quick(8).
+OVERHEAD_BYTES = 80
+#: Ethernet's packets; a path between sites carries no larger ones, whatever its first link does.
+ETHERNET_MTU = 1500
 #: Seconds between packets that keep routers from forgetting a path: wireguard.com/quickstart.
 KEEPALIVE_S = 25
 #: Paths of users may lack the folders of administrators' tools.
@@ -38,34 +41,54 @@ def hello() -> dict[str, Any]:
 
 
 def look() -> dict[str, Any]:
-    """Return the user, missing tools, farspan's interfaces, and the networks of other routes."""
+    """Return the user, missing tools, the network that this host is in, and the networks of other
+    routes."""
+    system = platform.system()
     missing = [name for name in ("ip", "wg") if find_tool(name) is None]
+    ready = system == "Linux" and not missing
+    network = None
+    # It has none, or was restarted.
+    with suppress(OSError, ValueError):
+        if ready and is_up():
+            network = json.loads(record_path().read_text())
     return {
         "user": os.geteuid(),
+        "system": system,
         "missing": missing,
-        "interfaces": own_interfaces(),
-        "networks": [] if missing else list_networks(),
+        "is_up": ready and is_up(),
+        "network": network,
+        "routes": list_routes() if ready else [],
     }
-
-
-def list_networks() -> list[str]:
-    """Return the networks and addresses of all routes, but for those of farspan's interfaces."""
-    networks = []
-    for line in run_tool("ip", "-4", "route", "show", "table", "all").splitlines():
-        words = line.split()
-        device = words[words.index("dev") + 1] if "dev" in words else ""
-        if not OWN_INTERFACE.match(device):
-            # The first words may be a kind of route: local, broadcast, unreachable.
-            networks += [word for word in words[:2] if re.match(r"\d+\.", word)][:1]
-    return networks
 
 
 def find_tool(name: str) -> str | None:
     return shutil.which(name, path=TOOL_PATH)
 
 
-def own_interfaces() -> list[str]:
-    return [name for _, name in socket.if_nameindex() if OWN_INTERFACE.match(name)]
+def is_up() -> bool:
+    return any(name == INTERFACE for _, name in socket.if_nameindex())
+
+
+def record_path() -> Path:
+    """Return the file that holds which network this host is in. Each network namespace has
+    interfaces of its own."""
+    namespace = Path("/proc/self/ns/net").stat().st_ino
+    return STATE_FOLDER / f"farspan-wireguard-{namespace}.json"
+
+
+def key_path() -> Path:
+    return record_path().with_suffix(".key")
+
+
+def list_routes() -> list[str]:
+    """Return the networks and addresses of all routes, but for those of farspan's interface."""
+    networks = []
+    for line in run_tool("ip", "-4", "route", "show", "table", "all").splitlines():
+        words = line.split()
+        if INTERFACE not in words:
+            # The first word may be a kind of route: local, broadcast, unreachable.
+            networks += [word for word in words[:2] if re.match(r"\d+\.", word)][:1]
+    return networks
 
 
 def run_tool(name: str, *words: str, text: str = "") -> str:
@@ -74,10 +97,7 @@ def run_tool(name: str, *words: str, text: str = "") -> str:
     if path is None:
         raise OSError(0, name + " is not installed")
     done = subprocess.run(
-        [path, *words],
-        input=text.encode(),
-        capture_output=True,
-        timeout=COMMAND_TIMEOUT_S,
+        [path, *words], input=text.encode(), capture_output=True, timeout=COMMAND_TIMEOUT_S
     )
     if done.returncode:
         printed = done.stderr.decode(errors="replace").strip()
@@ -85,10 +105,9 @@ def run_tool(name: str, *words: str, text: str = "") -> str:
     return done.stdout.decode().strip()
 
 
-def make_key(interface: str) -> dict[str, Any]:
+def make_key() -> dict[str, Any]:
     """Make the host's key, where there is none yet; return its public half."""
-    KEY_FOLDER.mkdir(mode=0o700, exist_ok=True)
-    path = key_path(interface)
+    path = key_path()
     # There is none, or it was half written when power was lost.
     with suppress(OSError):
         return {"public_key": run_tool("wg", "pubkey", text=path.read_text())}
@@ -100,72 +119,83 @@ def make_key(interface: str) -> dict[str, Any]:
     return {"public_key": run_tool("wg", "pubkey", text=path.read_text())}
 
 
-def key_path(interface: str) -> Path:
-    if not OWN_INTERFACE.match(interface):
-        raise ValueError("not an interface of farspan: " + interface)
-    return KEY_FOLDER / f"{network_namespace()}-{interface}.key"
-
-
-def network_namespace() -> int:
-    """Return the number of this network namespace: each has interfaces of its own."""
-    return Path("/proc/self/ns/net").stat().st_ino
-
-
 def bring_up(
-    interface: str, address: str, port: int, peers: list[dict[str, Any]]
+    network: str, address: str, prefix: int, port: int, peers: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Make the interface, or give the one that is there these peers."""
-    private_key = key_path(interface).read_text()
-    lines = ["[Interface]", f"PrivateKey = {private_key}", f"ListenPort = {port}"]
+    lines = ["[Interface]", f"PrivateKey = {key_path().read_text()}", f"ListenPort = {port}"]
+    mtus = [ETHERNET_MTU]
     for peer in peers:
         lines += ["[Peer]", f"PublicKey = {peer['public_key']}"]
         lines += [f"AllowedIPs = {peer['address']}/32", f"PersistentKeepalive = {KEEPALIVE_S}"]
-        # A peer whose name is not known here has to call first.
+        # A peer whose name is not known here, or that no route leads to, has to call first.
         with suppress(OSError):
-            lines.append(f"Endpoint = {resolve(peer['host'], peer['port'])}")
-    is_new = interface not in own_interfaces()
+            ip = str(socket.getaddrinfo(peer["host"], port, type=socket.SOCK_DGRAM)[0][4][0])
+            mtus.append(path_mtu(ip))
+            lines.append(f"Endpoint = [{ip}]:{port}" if ":" in ip else f"Endpoint = {ip}:{port}")
+    is_new = not is_up()
     if is_new:
-        make_interface(interface)
+        make_interface()
     try:
-        run_tool("wg", "setconf", interface, "/dev/stdin", text="\n".join([*lines, ""]))
-        run_tool("ip", "address", "replace", address, "dev", interface)
-        run_tool("ip", "link", "set", "mtu", str(MTU), "up", "dev", interface)
+        run_tool("wg", "setconf", INTERFACE, "/dev/stdin", text="\n".join([*lines, ""]))
+        run_tool("ip", "address", "flush", "dev", INTERFACE)
+        run_tool("ip", "address", "add", f"{address}/{prefix}", "dev", INTERFACE)
+        mtu = str(min(mtus) - OVERHEAD_BYTES)
+        run_tool("ip", "link", "set", "mtu", mtu, "up", "dev", INTERFACE)
+        record_path().write_text(json.dumps({"id": network, "address": address}))
+        record_path().chmod(0o644)
     except OSError:
         if is_new:
-            with suppress(OSError):
-                run_tool("ip", "link", "delete", "dev", interface)
+            take_down(network)
         raise
-    return {}
+    return {"is_new": is_new}
 
 
-def make_interface(interface: str) -> None:
+def make_interface() -> None:
     """Make it by the kernel, or by wireguard-go where the kernel knows none."""
     try:
-        run_tool("ip", "link", "add", "dev", interface, "type", "wireguard")
+        run_tool("ip", "link", "add", "dev", INTERFACE, "type", "wireguard")
     except OSError as error:
         if find_tool("wireguard-go") is None:
             raise OSError(0, f"{error.strerror}; wireguard-go is not installed") from None
-        run_tool("wireguard-go", interface)
+        run_tool("wireguard-go", INTERFACE)
 
 
-def resolve(host: str, port: int) -> str:
-    """Return an address and port as wg reads them."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    ip = address[0]
-    return f"[{ip}]:{port}" if family == socket.AF_INET6 else f"{ip}:{port}"
+def path_mtu(ip: str) -> int:
+    """Return the largest packet that the first link to an address carries."""
+    words = run_tool("ip", "-oneline", "route", "get", ip).split()
+    if "mtu" in words:
+        return int(words[words.index("mtu") + 1])
+    device = words[words.index("dev") + 1]
+    link = run_tool("ip", "-oneline", "link", "show", "dev", device).split()
+    return int(link[link.index("mtu") + 1])
 
 
-def take_down() -> dict[str, Any]:
-    """End farspan's interfaces, and forget their keys."""
-    ended = own_interfaces()
-    for interface in ended:
-        run_tool("ip", "link", "delete", "dev", interface)
-    for path in KEY_FOLDER.glob(f"{network_namespace()}-*.key"):
-        path.unlink()
+def handshakes() -> dict[str, Any]:
+    """Return the public keys of the peers with which keys were exchanged."""
+    keys = []
+    for line in run_tool("wg", "show", INTERFACE, "latest-handshakes").splitlines():
+        key, seconds = line.split()
+        if seconds != "0":
+            keys.append(key)
+    return {"public_keys": keys}
+
+
+def take_down(network: str) -> dict[str, Any]:
+    """End the interface of a network, and forget its key; not another network's."""
+    with suppress(OSError, ValueError):
+        if json.loads(record_path().read_text())["id"] != network:
+            return {"ended": False}
+    ended = is_up()
+    if ended:
+        run_tool("ip", "link", "delete", "dev", INTERFACE)
+    for path in (key_path(), record_path()):
+        with suppress(FileNotFoundError):
+            path.unlink()
     return {"ended": ended}
 
 
-SECURE_QUESTIONS = (hello, look, make_key, bring_up, take_down)
+SECURE_QUESTIONS = (hello, look, make_key, bring_up, handshakes, take_down)
 
 
 def main() -> None:

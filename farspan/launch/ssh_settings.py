@@ -56,8 +56,8 @@ def find_ssh_access(name: str, enter: Sequence[str]) -> SshAccess:
             "cannot-export",
             what=f"{name} is not entered by ssh, which is all that other tools know",
             where=f"host {name}",
-            fact=f"it is entered by: {shell_line(*enter) or 'nothing, as this machine'}",
-            remedy=f"leave out enter: of {shell_word(name)} in the cluster file",
+            fact=f"it is entered by: {shell_line(*enter)}" if enter else "it is this machine",
+            remedy=f"in the cluster file give {shell_word(name)} the name that ssh enters it by",
         )
     last_values = {key: values[-1] for key, values in settings.items()}
     keys = [Path(path).expanduser() for path in settings.get("identityfile", ())]
@@ -65,7 +65,9 @@ def find_ssh_access(name: str, enter: Sequence[str]) -> SshAccess:
     proxy = last_values.get("proxycommand")
     jump = last_values.get("proxyjump")
     if jump not in (None, "none"):
-        proxy = f"ssh -W %h:%p {jump}"
+        *before, last = jump.split(",")
+        words = ["ssh", *(["-J", ",".join(before)] if before else []), "-W", "%h:%p"]
+        proxy = " ".join([*words, last if "://" in last else f"ssh://{last}"])
     return SshAccess(
         user=last_values["user"],
         address=last_values["hostname"],

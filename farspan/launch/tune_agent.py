@@ -8,7 +8,6 @@ input; a process that it leaves behind puts the buffers back.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -21,9 +20,8 @@ from typing import Any
 SETTINGS_FOLDER = Path("/proc/sys/net/ipv4")
 #: Each has three numbers: the least, the first and the largest bytes of a buffer (tcp(7)).
 SETTINGS = ("tcp_rmem", "tcp_wmem")
-#: Gone after a restart of the machine, as the settings are.
+#: Root's alone to write, and gone after a restart of the machine, as the settings are.
 RECORD_FOLDER = Path("/run")
-MAX_RECORD_BYTES = 1 << 16
 #: The process that puts the buffers back does so within this.
 RESTORE_S = 5.0
 
@@ -38,10 +36,7 @@ def look() -> dict[str, Any]:
     answer = {"user": os.geteuid(), "buffers": {}, "before": None, "until": None}
     if not SETTINGS_FOLDER.is_dir():
         return answer
-    record = None
-    # Nothing was ever set here.
-    with suppress(OSError), open(str(record_path())) as file:
-        record = read_record(file)
+    record = read_record()
     if record:
         answer.update(before=record["before"], until=record["until"])
     answer["buffers"] = read_buffers()
@@ -51,13 +46,22 @@ def look() -> dict[str, Any]:
 def record_path() -> Path:
     """Return the file that holds what was set. Each network namespace has settings of its own."""
     namespace = Path("/proc/self/ns/net").stat().st_ino
-    return RECORD_FOLDER / f"farspan-tcp-buffers-{namespace}"
+    return RECORD_FOLDER / f"farspan-tcp-buffers-{namespace}.json"
 
 
-def read_record(file: Any) -> Any:
-    with suppress(ValueError):  # Empty: all was put back.
-        return json.loads(os.pread(file.fileno(), MAX_RECORD_BYTES, 0).decode())
+def read_record() -> Any:
+    """Return the record of what was set; None where nothing is."""
+    with suppress(FileNotFoundError):
+        return json.loads(record_path().read_text())
     return None
+
+
+def write_record(record: dict[str, Any]) -> None:
+    """Write it whole, for everybody to read."""
+    new = record_path().with_suffix(".new")
+    new.write_text(json.dumps(record))
+    new.chmod(0o644)
+    new.replace(record_path())
 
 
 def read_buffers() -> dict[str, list[int]]:
@@ -73,24 +77,21 @@ def write_buffers(buffers: dict[str, list[int]]) -> None:
 
 
 def set_buffers(largest: int, seconds: float) -> dict[str, Any]:
-    """Let buffers grow to `largest` bytes, for `seconds`; never make them smaller."""
+    """Let buffers grow to `largest` bytes, for `seconds`; never make them smaller, nor what was set
+    before end sooner."""
     try:
-        with open(str(record_path()), "a+") as file:
-            put_back(file)
+        with open_lock() as lock:
+            until = time.time() + seconds
+            record = read_record()
+            if record:
+                until = max(until, record["until"])
+            now = read_buffers()
+            put_back(lock)
             before = read_buffers()
             after = {}
             for name, sizes in before.items():
-                after[name] = [*sizes[:2], max(sizes[2], largest)]
-            try:
-                write_buffers(after)
-                kept = read_buffers()
-                if kept != after:
-                    raise OSError(0, f"the kernel keeps {kept}")
-                keep_until_restored(file, before, after, seconds)
-            except OSError:
-                with suppress(OSError):
-                    write_buffers(before)
-                raise
+                after[name] = [*sizes[:2], max(sizes[2], now[name][2], largest)]
+            keep_until_restored(before, after, until)
     except OSError as error:
         return {"refused": error.strerror or str(error), **look()}
     return look()
@@ -99,25 +100,33 @@ def set_buffers(largest: int, seconds: float) -> dict[str, Any]:
 def restore_buffers() -> dict[str, Any]:
     """Put back what was set, at once."""
     try:
-        with open(str(record_path()), "a+") as file:
-            put_back(file)
+        with open_lock() as lock:
+            put_back(lock)
     except OSError as error:
         return {"refused": error.strerror or str(error), **look()}
     return look()
 
 
-def put_back(file: Any) -> None:
-    """End the process that would put the buffers back later: it does so now. Hold the lock of the
-    record afterwards."""
+def open_lock() -> Any:
+    """Open the file whose lock the process holds that will put the buffers back. Nobody but root
+    may open it, and so keep root waiting."""
+    path = str(record_path().with_suffix(".lock"))
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+")
+
+
+def put_back(lock: Any) -> None:
+    """End the process that would put the buffers back later: it does so now. Hold the lock
+    afterwards."""
+    import fcntl
+
     deadline = time.monotonic() + RESTORE_S
     is_asked = False
     while True:
         with suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
-        record = read_record(file)
-        # It holds the lock as long as it lives, so this is no other process's number.
-        if record and not is_asked:
+        record = read_record()
+        if record and not is_asked and start_time(record["pid"]) == record["began"]:
             with suppress(ProcessLookupError):
                 os.kill(record["pid"], signal.SIGTERM)
             is_asked = True
@@ -125,47 +134,81 @@ def put_back(file: Any) -> None:
             raise BlockingIOError(0, "another farspan cluster tune works on this host")
         time.sleep(0.05)
     # Somebody has killed that process.
-    record = read_record(file)
+    record = read_record()
     if record:
-        write_record_back(file, record)
+        write_record_back(record)
 
 
-def write_record_back(file: Any, record: Any) -> None:
-    """Put back the buffers that are still as they were set, and empty the record."""
+def start_time(pid: int) -> str:
+    """Return when a process began, in the kernel's ticks: with its number it names no other."""
+    with suppress(OSError):
+        # The name before it, in brackets, may hold anything.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""
+
+
+def write_record_back(record: dict[str, Any]) -> None:
+    """Put back the buffers that are still as they were set, and remove the record."""
     now = read_buffers()
     before = {}
     for name, sizes in record["before"].items():
         if now[name] == record["after"][name]:
             before[name] = sizes
     write_buffers(before)
-    file.truncate(0)
+    record_path().unlink()
 
 
 def keep_until_restored(
-    file: Any, before: dict[str, list[int]], after: dict[str, list[int]], seconds: float
+    before: dict[str, list[int]], after: dict[str, list[int]], until: float
 ) -> None:
-    """Leave a process behind that puts the buffers back after `seconds`, or when it is ended."""
-    endings = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-    signal.pthread_sigmask(signal.SIG_BLOCK, endings)
+    """Leave a process behind that sets the buffers, and puts them back at `until` (Unix time) or
+    when it is ended. It shares the lock. Raises OSError where they cannot be set."""
+    done, report = os.pipe()
     pid = os.fork()
-    if pid:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, endings)
-        record = {"before": before, "after": after, "until": time.time() + seconds, "pid": pid}
-        file.truncate(0)
-        file.write(json.dumps(record))
-        file.flush()
-        return
-    # The process that stays: it shares the lock, and none of the streams of who asked.
+    if pid == 0:
+        os.close(done)
+        try:
+            keep_buffers(before, after, until, report)
+        finally:
+            os._exit(0)
+    os.close(report)
+    with open(done, "rb") as answer:
+        failure = answer.read().decode()
+    if failure:
+        os.waitpid(pid, 0)
+        raise OSError(0, failure)
+
+
+def keep_buffers(
+    before: dict[str, list[int]], after: dict[str, list[int]], until: float, report: int
+) -> None:
+    """Set the buffers, close `report`, with why not if they could not be set, and wait."""
     os.setsid()
     os.chdir("/")
+    endings = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+    signal.pthread_sigmask(signal.SIG_BLOCK, endings)
+    pid = os.getpid()
+    record = {"before": before, "after": after, "until": until, "pid": pid}
+    record["began"] = start_time(pid)
+    try:
+        write_record(record)
+        write_buffers(after)
+        kept = read_buffers()
+        if kept != after:
+            raise OSError(0, f"the kernel keeps {kept}")
+    except OSError as error:
+        with suppress(OSError):
+            write_buffers(before)
+            record_path().unlink()
+        os.write(report, (error.strerror or str(error)).encode())
+        return
+    # Who asked waits for the end of all of these.
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(nowhere, stream)
-    try:
-        signal.sigtimedwait(endings, seconds)
-        write_record_back(file, {"before": before, "after": after})
-    finally:
-        os._exit(0)
+    os.close(report)
+    signal.sigtimedwait(endings, max(0.0, until - time.time()))
+    write_record_back(record)
 
 
 TUNE_QUESTIONS = (hello, look, set_buffers, restore_buffers)

@@ -4,6 +4,7 @@ judged by Ray's own schema, and by SkyPilot's in an environment of its own."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import venv
 from pathlib import Path
@@ -89,7 +90,8 @@ def test_ray_accepts_the_file_and_finds_the_machines_in_it(cluster, tmp_path):
     util.validate_config(util.prepare_config(dict(content)))
     assert content["cluster_name"] == "own"
     assert content["provider"]["head_ip"] == "203.0.113.7"
-    assert content["provider"]["worker_ips"] == ["203.0.113.8"]
+    # The head enters it, not this machine.
+    assert content["provider"]["worker_ips"] == ["10.1.0.2"]
     assert content["auth"] == {"ssh_user": "ada", "ssh_private_key": f"{tmp_path}/key"}
     assert any("--launcher ray:10.1.0.1:6379" in note for note in exported.notes)
 
@@ -120,18 +122,25 @@ def test_ray_is_refused_hosts_that_it_cannot_enter_alike_with_every_reason(
     path = write_cluster(tmp_path, ssh_config, north=GPUS, south=GPUS, odd=CPU)
     assert main(["cluster", "export", path, "--to", "ray", "-o", str(tmp_path)]) == 40
     fact = capsys.readouterr().err
-    for reason in ("one user, not ada, grace", "ssh -W %h:%p gateway.example.org", "odd: 2222"):
+    for reason in ("one user, not ada, grace", "odd: 2222"):
         assert reason in fact
     assert not (tmp_path / "ray-cluster.yaml").exists()
 
 
-def test_proxy_of_all_hosts_is_in_rays_file(tmp_path, ssh_config):
+@pytest.mark.parametrize(
+    ("jump", "command"),
+    [
+        ("gateway.example.org", "ssh -W %h:%p ssh://gateway.example.org"),
+        ("ada@outer,inner:2222", "ssh -J ada@outer -W %h:%p ssh://inner:2222"),
+    ],
+)
+def test_jump_to_the_first_host_is_in_rays_file(tmp_path, ssh_config, jump, command):
     path = write_cluster(tmp_path, ssh_config, south=GPUS, north=GPUS)
-    ssh_config.write_text(ssh_config.read_text() + "Host *\n ProxyJump gateway.example.org\n")
-    ssh_config.write_text(ssh_config.read_text().replace("grace", "ada"))
+    text = ssh_config.read_text().replace("gateway.example.org", jump)
+    ssh_config.write_text(text.replace("grace", "ada"))
     export_cluster(path, "ray", tmp_path)
     content = yaml.safe_load((tmp_path / "ray-cluster.yaml").read_text())
-    assert content["auth"]["ssh_proxy_command"] == "ssh -W %h:%p gateway.example.org"
+    assert content["auth"]["ssh_proxy_command"] == command
 
 
 def test_host_that_is_not_entered_by_ssh_is_refused_by_name(tmp_path):
@@ -139,7 +148,25 @@ def test_host_that_is_not_entered_by_ssh_is_refused_by_name(tmp_path):
     path.write_text(f"sites: {{a: {{hosts: {{box: {{enter: [docker, exec, box], {CPU}}}}}}}}}\n")
     with pytest.raises(Refusal, match="box is not entered by ssh") as refused:
         export_cluster(str(path), "ray", tmp_path)
-    assert refused.value.problem.remedy == "leave out enter: of box in the cluster file"
+    assert "docker exec box" in refused.value.problem.fact
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "fact"),
+    [
+        ({"10.1.0.1": "8.8.8.8"}, "launcher-unusable", "reached from the internet"),
+        ({"10.1.0.1": "fd00::1"}, "cannot-export", "address: of north is one of IPv6"),
+        ({"at-north": "the north"}, "cannot-export", "a label has letters"),
+    ],
+)
+def test_ray_is_refused_what_it_could_not_start(cluster, tmp_path, changes, code, fact):
+    path = Path(cluster)
+    for old, new in changes.items():
+        path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(Refusal) as refused:
+        export_cluster(cluster, "ray", tmp_path)
+    assert refused.value.problem.code == code
+    assert fact in refused.value.problem.fact
 
 
 @pytest.mark.parametrize("tool", ["ray", "skypilot"])
@@ -162,7 +189,11 @@ def test_skypilot_gets_a_pool_for_each_site_and_a_task_for_any_machine(cluster, 
     exported = export_cluster(cluster, "skypilot", tmp_path)
     assert exported.version == SKYPILOT.replace("==", " ")
     pools = yaml.safe_load((tmp_path / "ssh_node_pools.yaml").read_text())
-    assert pools == {"at-north": {"hosts": ["north"]}, "at-east": {"hosts": ["east"]}}
+    entries = {}
+    for number, name in ((7, "at-north"), (8, "at-east")):
+        entry = {"ip": f"203.0.113.{number}", "user": "ada", "identity_file": f"{tmp_path}/key"}
+        entries[name] = {"hosts": [entry]}
+    assert pools == entries
     task = yaml.safe_load((tmp_path / "farspan-task.yaml").read_text())
     assert task["resources"]["any_of"] == [
         {"infra": "ssh/at-north", "accelerators": {"A30": 2}},
@@ -171,6 +202,22 @@ def test_skypilot_gets_a_pool_for_each_site_and_a_task_for_any_machine(cluster, 
     ((there, here),) = task["file_mounts"].items()
     assert Path(here).is_file()
     assert there.removeprefix("~/") in task["setup"]
+
+
+def test_hosts_that_ssh_knows_by_name_have_it_in_skypilots_pools(cluster, tmp_path):
+    path = Path(cluster)
+    path.write_text(re.sub(r"enter: [^]]*], ", "", path.read_text()))
+    export_cluster(cluster, "skypilot", tmp_path)
+    pools = yaml.safe_load((tmp_path / "ssh_node_pools.yaml").read_text())
+    assert pools == {"at-north": {"hosts": ["north"]}, "at-east": {"hosts": ["east"]}}
+
+
+def test_skypilot_is_refused_names_and_ways_that_it_does_not_know(tmp_path, ssh_config):
+    path = Path(write_cluster(tmp_path, ssh_config, south=GPUS, north=GPUS))
+    odd = path.rename(tmp_path / "my cluster.yaml")
+    with pytest.raises(Refusal, match="'my cluster' cannot be the name of a task") as refused:
+        export_cluster(str(odd), "skypilot", tmp_path)
+    assert "south is entered by an ssh command with options" in refused.value.problem.fact
 
 
 @pytest.mark.slow
@@ -203,5 +250,5 @@ def test_skypilots_own_reader_accepts_pools_and_task(cluster, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     hosts, choices, run = json.loads(done.stdout.splitlines()[-1])
-    assert (hosts, choices) == (["north", "east"], 2)
-    assert run == "farspan train run.yaml --until-done\n"
+    assert (hosts, choices) == (["203.0.113.7", "203.0.113.8"], 2)
+    assert run == "~/farspan/bin/farspan train run.yaml --until-done\n"

@@ -17,7 +17,6 @@ from farspan.cli.main import main
 from farspan.domain.cluster import Cluster, Host
 from farspan.domain.clusterfile import load_cluster, save_cluster
 from farspan.domain.problems import Refusal
-from farspan.launch.hosts import Agent
 from farspan_lab import state
 from farspan_lab.cluster import of_lab
 from tests.launch.conftest import up
@@ -41,15 +40,19 @@ def lab():
     if os.geteuid():
         state.down(name)
         pytest.skip("waits for root")
+    for site in SITES:
+        # wireguard-go listens there: a host has a folder of its own.
+        run_in(made, site, "mount", "-t", "tmpfs", "none", "/run")
     yield made
-    for host in of_lab(made).machines:
-        with Agent(host, "secure_agent.py") as agent:
-            agent.ask("take_down")
+    for site in SITES:
+        run_in(made, site, "sh", "-c", "ip link delete dev farspan0 2> /dev/null || true")
     state.down(name)
 
 
-def write(lab, path, change=lambda host: host) -> str:
-    save_cluster(of_lab(lab).with_hosts(change), path, "a test")
+def write(lab, path, change=lambda host: host, sites=SITES) -> str:
+    cluster = of_lab(lab)
+    places = [number for number, host in enumerate(cluster.machines) if host.name in sites]
+    save_cluster(cluster.only(places).with_hosts(change), path, "a test")
     return str(path)
 
 
@@ -58,46 +61,116 @@ def run_in(lab, site: str, *words: str) -> str:
     return subprocess.check_output(command, text=True, timeout=LIMIT_S)
 
 
-def addresses_of(cluster: Cluster) -> dict[str, tuple[str | None, str | None]]:
-    return {host.name: (host.interface, host.address) for host in cluster.machines}
+def addresses_of(cluster: Cluster) -> dict[str, str | None]:
+    assert {host.interface for host in cluster.machines} == {"farspan0"}
+    return {host.name: host.address for host in cluster.machines}
+
+
+def has_interface(lab, site: str) -> bool:
+    return "farspan0" in run_in(lab, site, "ip", "link")
+
+
+def refusal_of(words: list[str], capsys) -> dict:
+    assert main(words) != 0
+    answer = json.loads(capsys.readouterr().out)
+    return answer.get("problem") or answer["problems"][0]
+
+
+def with_tool(tmp_path, name: str, text: str, site: str):
+    """A change of a cluster: a site's host has another program of a name."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / name).write_text(text)
+    (tools / name).chmod(0o755)
+
+    def change(host: Host) -> Host:
+        if host.name != site:
+            return host
+        return replace(host, enter=(*host.enter, "env", f"PATH={tools}:{os.environ['PATH']}"))
+
+    return change
 
 
 def test_hosts_reach_each_other_by_the_network_alone_and_it_ends(lab, tmp_path):
     file = write(lab, tmp_path / "cluster.yaml")
-    made = secure_cluster(file, tmp_path / "secured.yaml")
-    assert made.problems == ()
-    expected = {
-        "utah": ("farspan1", "10.213.0.1"),
-        "star": ("farspan2", "10.213.0.2"),
-        "gpn": ("farspan3", "10.213.0.3"),
-    }
+    _, problems = secure_cluster(file, tmp_path / "secured.yaml")
+    assert problems == []
+    expected = {"utah": "10.213.0.1", "star": "10.213.0.2", "gpn": "10.213.0.3"}
     assert addresses_of(load_cluster(tmp_path / "secured.yaml")) == expected
-    # Each has exchanged keys with both others, and the test's own bytes went through them.
-    for number, site in enumerate(SITES, 1):
-        shown = run_in(lab, site, "wg", "show", f"farspan{number}", "dump").splitlines()[1:]
+    # Each has exchanged keys with both others, and messages went through them.
+    for site in SITES:
+        shown = run_in(lab, site, "wg", "show", "farspan0", "dump").splitlines()[1:]
         assert len(shown) == 2
         for row in shown:
             _, _, _, allowed, handshake, received, sent, keepalive = row.split("\t")
             assert allowed.endswith("/32")
-            assert min(int(handshake), int(received), int(sent)) > 0
+            assert int(handshake) > 0
+            assert min(int(received), int(sent)) > 200_000
             assert keepalive == "25"
-    assert part_cluster(file) == [
-        ("utah", ("farspan1",)),
-        ("star", ("farspan2",)),
-        ("gpn", ("farspan3",)),
-    ]
-    assert part_cluster(file) == [("utah", ()), ("star", ()), ("gpn", ())]
+        mode = run_in(lab, site, "sh", "-c", "stat -c %a /run/farspan-wireguard-*.key")
+        assert mode.strip() == "600"
+    assert part_cluster(file) == [(site, True) for site in SITES]
+    assert part_cluster(file) == [(site, False) for site in SITES]
     for site in SITES:
-        assert "farspan" not in run_in(lab, site, "ip", "link")
+        assert not has_interface(lab, site)
+        assert "farspan" not in run_in(lab, site, "ls", "/run")
 
 
-def test_second_time_keeps_keys_and_addresses(lab, tmp_path):
+def test_second_time_keeps_keys_addresses_and_the_file(lab, tmp_path):
     file = write(lab, tmp_path / "cluster.yaml")
-    first = secure_cluster(file, tmp_path / "first.yaml")
-    second = secure_cluster(file, tmp_path / "second.yaml", port=51999)
-    assert second.members == first.members
-    assert second.problems == ()
-    assert run_in(lab, "star", "wg", "show", "farspan2", "listen-port").strip() == "51999"
+    out = tmp_path / "secured.yaml"
+    secure_cluster(file, out)
+    keys = run_in(lab, "star", "wg", "show", "farspan0", "public-key")
+    measured = out.read_text() + "# measured since\n"
+    out.write_text(measured)
+    _, problems = secure_cluster(file, out, port=51999)
+    assert problems == []
+    assert out.read_text() == measured
+    assert run_in(lab, "star", "wg", "show", "farspan0", "public-key") == keys
+    assert run_in(lab, "star", "wg", "show", "farspan0", "listen-port").strip() == "51999"
+
+
+def test_host_that_leaves_or_joins_the_file_moves_no_other(lab, tmp_path):
+    file = write(lab, tmp_path / "cluster.yaml", sites=("star", "gpn"))
+    first, _ = secure_cluster(file, tmp_path / "two.yaml")
+    # utah comes first in the file, and last into the network.
+    write(lab, tmp_path / "cluster.yaml")
+    second, problems = secure_cluster(file, tmp_path / "three.yaml")
+    assert problems == []
+    assert addresses_of(second) == {**addresses_of(first), "utah": "10.213.0.3"}
+    write(lab, tmp_path / "cluster.yaml", sites=("utah", "gpn"))
+    third, problems = secure_cluster(file, tmp_path / "again.yaml")
+    assert problems == []
+    assert addresses_of(third) == {"utah": "10.213.0.3", "gpn": "10.213.0.2"}
+
+
+def test_host_in_another_network_is_left_there(lab, tmp_path):
+    file = write(lab, tmp_path / "cluster.yaml", sites=("utah", "star"))
+    secure_cluster(file, tmp_path / "secured.yaml")
+    other = write(lab, tmp_path / "other.yaml", sites=("gpn", "star"))
+    with pytest.raises(Refusal, match="star is in the private network of another") as refused:
+        secure_cluster(other, tmp_path / "other-secured.yaml")
+    assert refused.value.problem.code == "cluster-invalid"
+    assert not has_interface(lab, "gpn")
+    ends = dict(zip(("star", "gpn"), part_cluster(other), strict=True))
+    assert ends["gpn"] == ("gpn", False)
+    assert ends["star"].code == "cluster-invalid"
+    assert has_interface(lab, "star")
+
+
+def test_file_of_a_network_is_not_joined_again(lab, tmp_path):
+    file = write(lab, tmp_path / "cluster.yaml")
+    out = tmp_path / "secured.yaml"
+    secure_cluster(file, out)
+    with pytest.raises(Refusal, match="is the file of a private network"):
+        secure_cluster(str(out), tmp_path / "twice.yaml")
+
+
+def test_another_file_in_the_place_is_refused_before_anything_is_made(lab, tmp_path, capsys):
+    file = write(lab, tmp_path / "cluster.yaml")
+    problem = refusal_of(["cluster", "secure", file, "-o", file, "--json"], capsys)
+    assert problem["code"] == "run-exists"
+    assert not any(has_interface(lab, site) for site in SITES)
 
 
 def test_host_that_routers_hide_calls_the_others(lab, tmp_path):
@@ -107,7 +180,7 @@ def test_host_that_routers_hide_calls_the_others(lab, tmp_path):
         return replace(host, address="10.99.3.1") if host.name == "gpn" else host
 
     file = write(lab, tmp_path / "cluster.yaml", hide)
-    assert secure_cluster(file, tmp_path / "secured.yaml").problems == ()
+    assert secure_cluster(file, tmp_path / "secured.yaml")[1] == []
 
 
 @pytest.mark.usefixtures("impatient")
@@ -117,20 +190,42 @@ def test_two_hidden_hosts_are_named_with_the_port_to_open(lab, tmp_path, capsys)
         return replace(host, address=f"10.99.{number}.1") if number else host
 
     file = write(lab, tmp_path / "cluster.yaml", hide)
-    out = str(tmp_path / "secured.yaml")
-    assert main(["cluster", "secure", file, "-o", out, "--json"]) == 36
-    (problem,) = json.loads(capsys.readouterr().out)["problems"]
-    assert problem["where"] == "link gpn -> star"
-    assert "UDP port 51820" in problem["fact"]
-    assert problem["remedy"].startswith("on star: sudo ufw allow 51820/udp")
+    words = ["cluster", "secure", file, "-o", str(tmp_path / "secured.yaml"), "--json"]
+    problem = refusal_of(words, capsys)
+    assert problem["where"] == "link star -> gpn"
+    assert "no UDP packet to port 51820" in problem["fact"]
+    assert problem["remedy"] == "on gpn: sudo ufw allow 51820/udp"
 
 
-def test_network_in_which_a_host_has_an_address_is_not_taken(lab, tmp_path):
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.skipif(not shutil.which("nft", path=TOOLS), reason="waits for nftables")
+def test_firewall_inside_the_network_is_named_with_its_direction(lab, tmp_path, capsys):
+    rules = (
+        "nft add table inet t; nft 'add chain inet t in { type filter hook input priority 0; }'; "
+        "nft 'add rule inet t in iifname farspan0 tcp flags & (syn|ack) == syn drop'"
+    )
+    run_in(lab, "star", "sh", "-c", rules)
+    file = write(lab, tmp_path / "cluster.yaml", sites=("utah", "star"))
+    words = ["cluster", "secure", file, "-o", str(tmp_path / "secured.yaml"), "--json"]
+    problem = refusal_of(words, capsys)
+    assert problem["where"] == "link utah -> star"
+    assert problem["remedy"] == "on star: sudo ufw allow in on farspan0"
+
+
+def test_packets_fit_the_narrowest_first_link(lab, tmp_path):
+    run_in(lab, "star", "ip", "link", "set", "mtu", "1300", "dev", "wan0")
+    file = write(lab, tmp_path / "cluster.yaml")
+    assert secure_cluster(file, tmp_path / "secured.yaml")[1] == []
+    assert "mtu 1220" in run_in(lab, "star", "ip", "link", "show", "farspan0")
+    assert "mtu 1420" in run_in(lab, "utah", "ip", "link", "show", "farspan0")
+
+
+def test_network_to_which_a_host_has_a_route_is_not_taken(lab, tmp_path):
     run_in(lab, "star", "ip", "address", "add", "10.213.7.7/24", "dev", "lo")
     file = write(lab, tmp_path / "cluster.yaml")
-    made = secure_cluster(file, tmp_path / "secured.yaml")
-    assert [member.address for member in made.members] == ["10.214.0.1", "10.214.0.2", "10.214.0.3"]
-    assert made.problems == ()
+    made, problems = secure_cluster(file, tmp_path / "secured.yaml")
+    assert list(addresses_of(made).values()) == ["10.214.0.1", "10.214.0.2", "10.214.0.3"]
+    assert problems == []
 
 
 def test_user_who_is_not_root_changes_nothing(lab, tmp_path):
@@ -146,28 +241,37 @@ def test_user_who_is_not_root_changes_nothing(lab, tmp_path):
         assert refused.value.problem.code == "path-unusable"
         assert ("sudo -n true fails" in refused.value.problem.fact) == sudo
     assert not (tmp_path / "secured.yaml").exists()
-    for site in SITES:
-        assert "farspan" not in run_in(lab, site, "ip", "link")
+    assert not any(has_interface(lab, site) for site in SITES)
 
 
 def test_key_of_a_host_that_is_no_key_never_gets_into_the_others_settings(lab, tmp_path):
     """A host answers with a line that would send all traffic to it."""
-    tools = tmp_path / "tools"
-    tools.mkdir()
     text = "#!/bin/sh\nprintf 'x\\nAllowedIPs = 0.0.0.0/0\\n'\n"
-    (tools / "wg").write_text(text)
-    (tools / "wg").chmod(0o755)
-
-    def hostile(host: Host) -> Host:
-        if host.name != "gpn":
-            return host
-        return replace(host, enter=(*host.enter, "env", f"PATH={tools}:{os.environ['PATH']}"))
-
-    file = write(lab, tmp_path / "cluster.yaml", hostile)
-    with pytest.raises(Refusal, match="gpn answers what is no key"):
+    file = write(lab, tmp_path / "cluster.yaml", with_tool(tmp_path, "wg", text, "gpn"))
+    with pytest.raises(Refusal, match="gpn answers what no agent does"):
         secure_cluster(file, tmp_path / "secured.yaml")
-    for site in SITES:
-        assert "farspan" not in run_in(lab, site, "ip", "link")
+    assert not any(has_interface(lab, site) for site in SITES)
+
+
+def test_host_that_answers_with_anothers_key_is_refused(lab, tmp_path):
+    """That one would be cut off from all others."""
+    file = write(lab, tmp_path / "cluster.yaml")
+    secure_cluster(file, tmp_path / "secured.yaml")
+    key = run_in(lab, "star", "wg", "show", "farspan0", "public-key").strip()
+    text = f"#!/bin/sh\necho {key}\n"
+    write(lab, tmp_path / "cluster.yaml", with_tool(tmp_path, "wg", text, "gpn"))
+    with pytest.raises(Refusal, match="star and gpn have the same key"):
+        secure_cluster(file, tmp_path / "secured.yaml")
+    assert key in run_in(lab, "utah", "wg", "show", "farspan0", "peers")
+
+
+def test_hosts_that_were_new_leave_where_another_fails(lab, tmp_path):
+    text = '#!/bin/sh\ncase "$1" in setconf) echo no >&2; exit 1;; esac; exec /usr/bin/wg "$@"\n'
+    file = write(lab, tmp_path / "cluster.yaml", with_tool(tmp_path, "wg", text, "gpn"))
+    with pytest.raises(Refusal, match="gpn has no interface of WireGuard"):
+        secure_cluster(file, tmp_path / "secured.yaml")
+    assert not any(has_interface(lab, site) for site in SITES)
+    assert not (tmp_path / "secured.yaml").exists()
 
 
 def test_host_without_the_tools_is_named_with_how_to_get_them(lab, tmp_path):
@@ -183,9 +287,9 @@ def test_host_without_the_tools_is_named_with_how_to_get_them(lab, tmp_path):
         return replace(host, enter=(*host.enter, "env", f"PYTHONPATH={tmp_path}"))
 
     file = write(lab, tmp_path / "cluster.yaml", bare)
-    with pytest.raises(Refusal, match="star lacks WireGuard's tools") as refused:
+    with pytest.raises(Refusal, match="star lacks tools") as refused:
         secure_cluster(file, tmp_path / "secured.yaml")
-    assert "sudo apt-get install wireguard-tools" in refused.value.problem.remedy
+    assert refused.value.problem.remedy.startswith("on star: sudo apt-get install wireguard-tools")
 
 
 @pytest.mark.slow
@@ -219,5 +323,5 @@ def test_run_over_the_network_has_the_losses_of_one_without(lab, tmp_path):
         losses.append([event["loss"] for event in events if event["event"] == "step"])
     assert len(losses[0]) == 20
     assert losses[0] == losses[1]
-    moved = run_in(lab, "utah", "wg", "show", "farspan1", "transfer")
+    moved = run_in(lab, "utah", "wg", "show", "farspan0", "transfer")
     assert max(int(word) for line in moved.splitlines() for word in line.split()[1:]) > 2**20

@@ -66,7 +66,7 @@ def keeper_of(host: Host) -> int:
         program = (
             "import glob, json, os, sys\n"
             "inode = os.stat('/proc/self/ns/net').st_ino\n"
-            "print(json.load(open(f'/run/farspan-tcp-buffers-{inode}'))['pid'])\n"
+            "print(json.load(open(f'/run/farspan-tcp-buffers-{inode}.json'))['pid'])\n"
         )
         words = [*agent.host.enter, sys.executable, "-c", program]
         return int(subprocess.check_output(words, timeout=LIMIT_S))
@@ -99,14 +99,65 @@ def test_buffers_are_put_back_after_the_time_by_themselves(lab, file):
     assert utah.state == star.state == "untouched"
 
 
-def test_later_tune_keeps_what_was_there_before_the_first(lab, file):
+def test_later_tune_keeps_what_was_there_before_the_first(lab, file, tmp_path):
+    """It makes nothing smaller, also for a link that needs less, nor end sooner."""
     before = buffers_of(lab, "utah")
     tune_cluster(file)
-    (utah, _), _ = tune_cluster(file, seconds=100.0)
+    slow = of_lab(lab)
+    links = tuple(replace(link, bandwidth=link.bandwidth / 2) for link in slow.links)
+    save_cluster(replace(slow, links=links), tmp_path / "slow.yaml", "a test")
+    (utah, _), _ = tune_cluster(str(tmp_path / "slow.yaml"), seconds=100.0)
     assert utah.state == "set"
-    assert utah.until - time.time() <= 100.0
+    assert utah.until - time.time() > 23 * 3600
+    assert buffers_of(lab, "utah") == with_largest(before, NEEDED)
     tune_cluster(file, undo=True)
     assert buffers_of(lab, "utah") == before
+
+
+def test_buffers_are_put_back_by_a_file_that_knows_no_bandwidth(lab, file, tmp_path):
+    before = buffers_of(lab, "utah")
+    tune_cluster(file)
+    links = tuple(replace(link, bandwidth=None) for link in of_lab(lab).links)
+    save_cluster(replace(of_lab(lab), links=links), tmp_path / "unknown.yaml", "a test")
+    ends, _ = tune_cluster(str(tmp_path / "unknown.yaml"), undo=True)
+    assert [host.state for host in ends] == ["restored"] * 2
+    assert buffers_of(lab, "utah") == before
+
+
+def test_user_sees_what_root_has_set_whatever_roots_umask_is(lab, file):
+    host = of_lab(lab).machines[0]
+    strict = replace(host, enter=(*host.enter, "sh", "-c", 'umask 077; exec "$@"', "sh"))
+    with Agent(strict, "tune_agent.py") as agent:
+        agent.ask("set_buffers", largest=NEEDED, seconds=3600.0)
+    nobody = replace(host, enter=(*host.enter, "setpriv", "--reuid=65534", "--clear-groups"))
+    with Agent(nobody, "tune_agent.py") as agent:
+        assert agent.ask("look")["until"] is not None
+    tune_cluster(file, undo=True)
+
+
+def test_another_users_lock_keeps_nobody_waiting(lab, file):
+    """Only root may open what root locks."""
+    host = of_lab(lab).machines[0]
+    tune_cluster(file)
+    script = (
+        "import fcntl, glob, os\n"
+        "inode = os.stat('/proc/self/ns/net').st_ino\n"
+        "for path in glob.glob(f'/run/farspan-tcp-buffers-{inode}*'):\n"
+        "    try:\n"
+        "        fcntl.flock(os.open(path, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+        "    except (PermissionError, BlockingIOError):\n"
+        "        pass\n"
+        "print('holds', flush=True)\n"
+        "input()\n"
+    )
+    words = [*host.enter, "setpriv", "--reuid=65534", "--clear-groups", sys.executable, "-c"]
+    with subprocess.Popen(
+        [*words, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout.readline() == b"holds\n"
+        (utah, _), _ = tune_cluster(file, undo=True)
+        assert utah.state == "restored"
+        process.stdin.close()
 
 
 def test_buffers_are_never_made_smaller(lab, file):

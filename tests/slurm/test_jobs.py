@@ -72,6 +72,16 @@ def test_preempted_run_on_two_nodes_loses_no_step(place: Place):
     assert place.finished_losses("preempted") == place.finished_losses("undisturbed")
 
 
+def test_components_of_a_heterogeneous_job_train_as_the_nodes_of_one(place: Place):
+    place.write_config("nodes.yaml", steps=20, cpus=1, nodes=2)
+    place.write_config("components.yaml", steps=20, cpus=1, components=[{"cpus": 1}])
+    for name in ("nodes", "components"):
+        job = place.submit(f"{name}.yaml", name)
+        place.wait_until_ended(job, name)
+    assert "2 workers on node0, node1 through slurm" in place.log("components")
+    assert place.finished_losses("components") == place.finished_losses("nodes")
+
+
 def test_cancelled_job_saves_and_stays_out_of_the_queue(place: Place):
     place.write_config("run.yaml", steps=STEPS, cpus=2)
     job = place.submit("run.yaml", "stopped")
