@@ -19,8 +19,9 @@ from farspan.runtime.model.attention_policy import (
     AttentionPolicy,
     attention_policy,
 )
-from farspan.runtime.model.decoder import Decoder, apply_rotary, initialize_model, rotary_table
+from farspan.runtime.model.decoder import Decoder, initialize_model
 from farspan.runtime.model.kernel_selection import select_kernels
+from farspan.runtime.model.rotary import apply_rotary, rotary_table
 from farspan.semantics.kernel_choice import fused_logits_rows
 from tests.runtime.launches import FUSED_KERNELS, LaunchCounter, pose_as_gpu
 from tests.waiting import LIMIT_S

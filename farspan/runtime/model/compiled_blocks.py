@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from farspan.domain.problems import Refusal
 from farspan.runtime.compiler import describe_failure
 from farspan.runtime.device import synchronize_device
-from farspan.runtime.model.decoder import Block, Decoder, layer_rotation
+from farspan.runtime.model.decoder import Block, Decoder
 from farspan.runtime.model.dropout import Dropout
 from farspan.runtime.model.linear import freeze_base
+from farspan.runtime.model.rotary import layer_rotation
 
 
 class BlockInputs(NamedTuple):

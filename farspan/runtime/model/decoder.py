@@ -8,7 +8,6 @@ to and from Hugging Face's.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import deque
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from farspan.domain.model import ModelSpec, RopeScaling
+from farspan.domain.model import ModelSpec
 from farspan.runtime.model.attention_policy import DEFAULT_POLICY
 from farspan.runtime.model.dropout import Dropout, PlacedDropout
 from farspan.runtime.model.fused_loss import FusedLoss
@@ -35,6 +34,8 @@ from farspan.runtime.model.linear import (
     is_adapter,
     make_projection,
 )
+from farspan.runtime.model.norms import RMSNorm, make_norm, normalize_parts
+from farspan.runtime.model.rotary import apply_rotary, layer_rotation
 from farspan.runtime.model.tensor_axis import TABLE, TOKENS, TOTAL, Layouts, TensorAxis
 from farspan.semantics.tensor_sharding import RESIDUAL
 
@@ -61,61 +62,6 @@ class TokenEmbedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         pass
-
-
-class LayerNorm(nn.Module):
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.bias = nn.Parameter(torch.zeros(dim))
-        self.eps = eps
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        return F.layer_norm(x_BSD, self.weight.shape, self.weight, self.bias, self.eps)
-
-
-class RMSNorm(nn.Module):
-    """RMSNorm of `dim` numbers; with offset gains it multiplies by 1 + its weight."""
-
-    def __init__(self, dim: int, spec: ModelSpec) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = spec.norm_eps
-        self.has_offset = bool(spec.offset_gains)
-
-    @property
-    def gains(self) -> Tensor:
-        return 1 + self.weight if self.has_offset else self.weight
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        return F.rms_norm(x_BSD, self.weight.shape, self.gains, self.eps)
-
-
-def normalize_parts(
-    parts: tuple[Tensor, Tensor],
-    norms: tuple[RMSNorm, RMSNorm],
-    widths: tuple[int, int],
-    layouts: Layouts,
-) -> tuple[Tensor, Tensor]:
-    """Return q and k (B, S, heads and dims) after RMSNorm over all heads. Where the axis divides
-    these, its ranks have parts of `widths`, and sum their squares."""
-    if layouts.operator_ways("attn.head_norm") == 1:
-        return norms[0](parts[0]), norms[1](parts[1])
-    dtype = torch.promote_types(parts[0].dtype, torch.float32)
-    whole = [part.to(dtype) for part in parts]
-    squares_2BS1 = torch.stack([x.square().sum(dim=-1, keepdim=True) for x in whole])
-    sums_2BS1 = layouts.sum_over_axis(squares_2BS1)
-    normalized = []
-    for x, norm, width, sum_BS1 in zip(whole, norms, widths, sums_2BS1, strict=True):
-        x = x * torch.rsqrt(sum_BS1 / width + norm.eps)
-        normalized.append((x * norm.gains).to(parts[0].dtype))
-    return normalized[0], normalized[1]
-
-
-def _make_norm(spec: ModelSpec) -> nn.Module:
-    if spec.norm == "layernorm":
-        return LayerNorm(spec.d_model, spec.norm_eps)
-    return RMSNorm(spec.d_model, spec)
 
 
 class Summand(Linear):
@@ -240,66 +186,6 @@ def vanilla_attention(
     return p_BHSS.to(v.dtype) @ v
 
 
-@functools.lru_cache(maxsize=16)
-def rotary_table(
-    spec: ModelSpec,
-    length: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    in_window: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines (S, R) of rotary positions, halves repeated as in Llama (arXiv
-    2104.09864), computed in fp32; `in_window` those of layers with a window."""
-    # Kept for passes that need gradients, too, which take no tensors of inference mode.
-    with torch.inference_mode(False):
-        frequencies_R2 = rotary_frequencies(spec, device, in_window=in_window)
-        positions_S = torch.arange(length, device=device).float()
-        angles_SR2 = torch.outer(positions_S, frequencies_R2)
-        angles_SR = torch.cat((angles_SR2, angles_SR2), dim=-1)
-        return angles_SR.cos().to(dtype), angles_SR.sin().to(dtype)
-
-
-def layer_rotation(
-    spec: ModelSpec, layer: int, length: int, device: torch.device, dtype: torch.dtype
-) -> tuple[Tensor, Tensor] | None:
-    """Return the rotary table of a layer, from 0; None where it has no rotary positions."""
-    if not spec.rotates(layer):
-        return None
-    in_window = spec.window_size(layer) is not None
-    return rotary_table(spec, length, device, dtype, in_window=in_window)
-
-
-def rotary_frequencies(spec: ModelSpec, device: torch.device, *, in_window: bool = False) -> Tensor:
-    """Return the angles (R / 2) by which each position turns a pair of dims further."""
-    dims_R2 = torch.arange(0, spec.turned_dims, 2, device=device).float()
-    rope_theta = spec.window.rope_theta if in_window and spec.window else spec.rope_theta
-    frequencies_R2 = rope_theta ** (-dims_R2 / spec.turned_dims)
-    if in_window or not spec.rope_scaling:
-        return frequencies_R2
-    return _scale_frequencies(frequencies_R2, spec.rope_scaling)
-
-
-def _scale_frequencies(frequencies_R2: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return frequencies (R / 2) of rotary positions as Llama 3.1 has them (arXiv 2407.21783; the
-    blend is that of `apply_scaling` in meta-llama/llama-models)."""
-    turns_R2 = scaling.original_context * frequencies_R2 / (2 * math.pi)
-    low = scaling.low_freq_factor
-    blend_R2 = ((turns_R2 - low) / (scaling.high_freq_factor - low)).clamp(0, 1)
-    return frequencies_R2 * (blend_R2 + (1 - blend_R2) / scaling.factor)
-
-
-def apply_rotary(x_BHSE: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
-    """Return x with the first R dims of each head turned."""
-    num_turned = cos_SR.shape[-1]
-    if num_turned < x_BHSE.shape[-1]:
-        x_BHSR, rest = x_BHSE.tensor_split([num_turned], dim=-1)
-        return torch.cat((apply_rotary(x_BHSR, cos_SR, sin_SR), rest), dim=-1)
-    first, second = x_BHSE.chunk(2, dim=-1)
-    turned_BHSE = torch.cat((-second, first), dim=-1) * sin_SR
-    return x_BHSE * cos_SR + turned_BHSE
-
-
 class MLP(nn.Module):
     """Two matrices and an activation. With a gate `up` holds its rows, then the value's."""
 
@@ -340,12 +226,12 @@ class Block(nn.Module):
         self.is_parallel = bool(spec.parallel_residual)
         has_before = spec.norm_place != "after"
         has_after = bool(spec.norm_place)
-        self.attn_norm = _make_norm(spec) if has_before else None
+        self.attn_norm = make_norm(spec) if has_before else None
         self.attn = Attention(spec, vanilla, layouts, layer)
-        self.attn_post_norm = _make_norm(spec) if has_after else None
-        self.mlp_norm = _make_norm(spec) if has_before else None
+        self.attn_post_norm = make_norm(spec) if has_after else None
+        self.mlp_norm = make_norm(spec) if has_before else None
         self.mlp = MLP(spec, layouts)
-        self.mlp_post_norm = _make_norm(spec) if has_after else None
+        self.mlp_post_norm = make_norm(spec) if has_after else None
         self.between = layouts.convert_between
 
     def forward(
@@ -419,7 +305,7 @@ class Decoder(nn.Module):
             block = Block(spec, attention == "vanilla", layouts, unit - 1)
             self.blocks.add_module(str(unit - 1), block)
         if ends:
-            self.norm = _make_norm(spec)
+            self.norm = make_norm(spec)
             if not spec.tied:
                 rows = spec.vocab_size // layouts.table_shards("head.weight")
                 self.head = Linear(spec.d_model, rows, bias=False)

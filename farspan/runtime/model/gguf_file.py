@@ -21,7 +21,7 @@ from farspan.corpus.llama_cpp_rules import find_rule
 from farspan.domain.model import ModelSpec, WeightType
 from farspan.domain.problems import Refusal
 from farspan.domain.struct_files import read_bytes
-from farspan.runtime.model.decoder import rotary_frequencies
+from farspan.runtime.model.rotary import rotary_frequencies
 
 if TYPE_CHECKING:
     import gguf

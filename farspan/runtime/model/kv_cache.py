@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farspan.runtime.model.compute_dtype import product_dtype
-from farspan.runtime.model.decoder import Attention, Block, Decoder, apply_rotary, layer_rotation
+from farspan.runtime.model.decoder import Attention, Block, Decoder
+from farspan.runtime.model.rotary import apply_rotary, layer_rotation
 from farspan.semantics.kernel_choice import first_key
 from farspan.semantics.tensor_sharding import RESIDUAL
 
