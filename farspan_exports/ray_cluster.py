@@ -25,6 +25,9 @@ from farspan_exports.yaml_text import as_yaml
 VERSION = "ray 2.60.0"
 FILE = "ray-cluster.yaml"
 RAY_PORT = 6379
+#: The second autoscaler of 2.60.0 takes the head of machines that are there for gone, and starts no
+#: workers.
+VARIABLES = "RAY_AUTH_MODE=token RAY_enable_autoscaler_v2=0"
 #: What Ray takes for the value of a label (`ray/_private/label_utils.py`).
 RAY_LABEL = re.compile(r"[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?\Z")
 TOKEN = "~/.ray/auth_token"
@@ -46,7 +49,7 @@ def write(
     if ways[0].proxy_command is not None:
         auth["ssh_proxy_command"] = ways[0].proxy_command
     head = f"{host_address(hosts[0])}:{RAY_PORT}"
-    ray = f'. {MACHINE}; RAY_AUTH_MODE=token "$python" -m ray.scripts.scripts'
+    ray = f'. {MACHINE}; {VARIABLES} "$python" -m ray.scripts.scripts'
     stop = f"{ray} stop"
     own = (
         '--node-ip-address="$address" --num-cpus="$devices" --num-gpus="$gpus" '
@@ -82,7 +85,8 @@ def write(
     if ways[0].key is None:
         key = "no key: the first host must be able to enter the others"
     notes = (
-        f"then, with the same --cluster: farspan train run.yaml --launcher ray:{head}",
+        f"then on {shell_word(hosts[0].name)}, with the same --cluster: "
+        f"farspan train run.yaml --launcher ray:{head}",
         "every host needs farspan: farspan cluster up",
         f"Ray checks no host keys, and copies {key}",
     )
