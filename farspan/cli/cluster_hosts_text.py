@@ -135,7 +135,7 @@ def run_tune(given: argparse.Namespace, console: Console) -> int:
         console.write_line(f"{probe} measures it")
     elif any(host.state in ("set", "restored") for host in tuned):
         console.write_line(f"{probe} measures the links again, for plans")
-    return _finish(ends, console)
+    return _finish(ends, console, unknown=unknown)
 
 
 def _buffers_row(host: HostBuffers) -> tuple[str, ...]:
@@ -230,11 +230,11 @@ def _state_row(state: HostState) -> tuple[str, ...]:
     return (state.host, farspan, software, format_bytes(state.disk_free), gpus, runs)
 
 
-def _finish(ends: Sequence[object], console: Console) -> int:
-    """Print the problems of hosts, answer for programs, and return the exit code."""
+def _finish(ends: Sequence[object], console: Console, **more: object) -> int:
+    """Print the problems of hosts, answer for programs, with `more`, and return the exit code."""
     problems = [end for end in ends if isinstance(end, Problem)]
     for problem in problems:
         console.write_line(f"\n{problem}")
     done = [end for end in ends if not isinstance(end, Problem)]
-    console.answer({"hosts": done, "problems": problems})
+    console.answer({"hosts": done, "problems": problems, **more})
     return problems[0].exit_code if problems else 0

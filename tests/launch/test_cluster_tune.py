@@ -270,6 +270,10 @@ def test_link_of_unknown_bandwidth_is_left_out_and_named(tmp_path: Path, capsys)
     assert set(needs) == {"a", "b", "c"}
     assert unknown == (("b", "c"),)
     path = tmp_path / "cluster.yaml"
+    save_cluster(cluster_of(known, Link(a="site-b", b="site-c", rtt_s=0.05)), path, "a test")
+    # None of these hosts is there: their links are listed all the same.
+    assert main(["cluster", "tune", str(path), "--json"]) == 36
+    assert json.loads(capsys.readouterr().out)["unknown"] == [["b", "c"]]
     save_cluster(cluster_of(Link(a="site-a", b="site-b", rtt_s=0.010)), path, "a test")
     assert main(["cluster", "tune", str(path)]) == 35
     assert f"farspan probe --cluster {path} -o measured.yaml" in capsys.readouterr().err
