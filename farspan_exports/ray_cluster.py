@@ -8,6 +8,7 @@ first node alone; that one enters the others, at the addresses by which hosts ca
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping
 from importlib import metadata
@@ -102,8 +103,10 @@ def _require_one_way(ways: list[SshAccess], hosts: tuple[Host, ...]) -> None:
             listed = ", ".join(sorted(str(value) for value in values))
             reasons.append(f"all nodes have one {what}, not {listed}")
     for host in hosts:
-        if ":" in host_address(host):
-            reasons.append(f"address: of {host.name} is one of IPv6")
+        try:
+            ipaddress.IPv4Address(host_address(host))
+        except ValueError:
+            reasons.append(f"address: of {host.name} is no address of IPv4")
         else:
             refuse_public(host)
     ports = [f"{host.name}: {way.port}" for host, way in zip(hosts, ways, strict=True)]
@@ -135,7 +138,7 @@ def _require_labels(cluster: Cluster) -> None:
 
 def _describe_machines(cluster: Cluster) -> str:
     """Return shell text that sets what a start of Ray needs, by the machine that it runs on."""
-    lines = ['case " $(hostname -I) $(hostname) " in']
+    lines = ['case " $(hostname -I) " in']
     for host in cluster.machines:
         values = {
             "host": host.name,

@@ -3,8 +3,6 @@ cleared of all that."""
 
 from __future__ import annotations
 
-import getpass
-import platform
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -134,22 +132,34 @@ def secure_cluster(
     """Join the hosts of a cluster by a private network, and write the cluster file of it; return
     that cluster, and the paths that do not work.
 
-    A file of the same addresses stays as it is, with what was measured since. Raises Refusal
-    (run-exists) for any other, before anything is changed.
+    Hosts keep the addresses that the file has. A file of the same hosts stays as it is, with what
+    was measured since. Raises Refusal (run-exists) for any other, before anything is changed.
     """
     from farspan.app.preflight_checks import refuse_file
     from farspan.domain.clusterfile import load_cluster, save_cluster
     from farspan.launch import private_network
 
     cluster = find_cluster(name, as_written=True)
-    plan = private_network.plan_network(cluster, _network_id(name), name, sudo=sudo)
-    is_written = to.is_file() and private_network.same_addresses(load_cluster(to), plan.joined)
+    written = load_cluster(to) if to.is_file() else None
+    plan = private_network.plan_network(
+        cluster,
+        _network_id(name),
+        name,
+        written=private_network.joined_addresses(written) if written else {},
+        sudo=sudo,
+    )
+    is_written = written is not None and private_network.same_addresses(written, plan.joined)
+    options = [*(["--sudo"] if sudo else []), *(["--port", port] if port else [])]
+    other = to.with_name(f"{to.stem}-2.yaml")
     if not is_written:
-        refuse_file(to, command("cluster", "secure", name, "-o", f"{to.stem}-2.yaml"))
-    problems = private_network.join_hosts(plan, port=port or private_network.PORT)
-    if not is_written:
-        save_cluster(plan.joined, to, f"{name}, by a private network: farspan cluster secure")
-    return plan.joined, problems
+        refuse_file(to, command("cluster", "secure", name, *options, "-o", other))
+
+    def save() -> None:
+        if not is_written:
+            save_cluster(plan.joined, to, f"{name}, by a private network: farspan cluster secure")
+
+    port = port or private_network.PORT
+    return plan.joined, private_network.join_hosts(plan, port=port, when_made=save)
 
 
 def part_cluster(name: str, *, sudo: bool = False) -> list[tuple[str, bool] | Problem]:
@@ -162,8 +172,9 @@ def part_cluster(name: str, *, sudo: bool = False) -> list[tuple[str, bool] | Pr
 def _network_id(name: str) -> str:
     """Return by what hosts know the network of a cluster file again: no other user, machine or file
     changes it."""
-    place = f"{getpass.getuser()}@{platform.node()}:{Path(name).absolute()}"
-    return content_hash(place)
+    from farspan.launch.trust import load_own_key
+
+    return content_hash(load_own_key().hex(), str(Path(name).resolve()))
 
 
 def _hosts(name: str) -> tuple[Host, ...]:

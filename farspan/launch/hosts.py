@@ -23,7 +23,7 @@ from typing import IO, Any, TypeVar
 import msgspec
 
 from farspan.domain.cluster import Host
-from farspan.domain.decoding import decode_json
+from farspan.domain.decoding import convert_value, decode_json
 from farspan.domain.escapes import shell_line, shell_word
 from farspan.domain.problems import Problem, Refusal
 from farspan.launch.reach_faults import EntryFault, explain_fault
@@ -57,6 +57,7 @@ BOOTSTRAP = (
     "exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())).decode())"
 )
 Value = TypeVar("Value")
+Answer = TypeVar("Answer", bound=msgspec.Struct)
 
 
 def enter_command(host: Host, device: int | None = None) -> tuple[str, ...]:
@@ -262,6 +263,18 @@ class Agent:
         if error := answer.get("error"):
             raise self._unreachable(self._unknown_fault("agent", str(error)))
         return answer
+
+    def ask_for(self, kind: type[Answer], do: str, **values: Any) -> Answer:
+        """Send one question; return the answer as a struct. Raises Refusal (host-unreachable)."""
+        return self.convert_answer(self.ask(do, **values), kind, do)
+
+    def convert_answer(self, answer: dict[str, Any], kind: type[Answer], do: str) -> Answer:
+        """Return an answer as a struct. Raises Refusal (host-unreachable) for another form."""
+        try:
+            return convert_value(answer, kind)
+        except msgspec.ValidationError as error:
+            fault = self._unknown_fault("agent", f"it answers {do!r} otherwise: {error}")
+            raise self._unreachable(fault) from None
 
     def _send(self, content: bytes) -> None:
         assert self._process.stdin is not None

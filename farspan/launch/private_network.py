@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import ipaddress
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from farspan.domain.cluster import Cluster, Host
-from farspan.domain.decoding import convert_value
 from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Problem, Refusal, command
 from farspan.launch.hosts import Agent, with_each_host
@@ -29,6 +28,7 @@ from farspan.launch.secure_agent import INTERFACE
 SECURE_AGENT = "secure_agent.py"
 #: 32 bytes in base64.
 PUBLIC_KEY = r"^[A-Za-z0-9+/]{43}=\Z"
+IPV4_ADDRESS = r"^[0-9]{1,3}(\.[0-9]{1,3}){3}\Z"
 IPV4_NETWORK = r"^[0-9]{1,3}(\.[0-9]{1,3}){3}(/[0-9]{1,2})?\Z"
 #: A first handshake succeeds within this: three of the 5 s after which WireGuard tries again.
 HANDSHAKE_S = 15.0
@@ -48,7 +48,8 @@ SHORTEST_PREFIX = 8
 #: At most this much of a list stands in a refusal.
 MAX_FACT = 400
 PublicKey = Annotated[str, msgspec.Meta(pattern=PUBLIC_KEY)]
-Ipv4Text = Annotated[str, msgspec.Meta(pattern=IPV4_NETWORK)]
+NetworkText = Annotated[str, msgspec.Meta(pattern=IPV4_NETWORK)]
+AddressText = Annotated[str, msgspec.Meta(pattern=IPV4_ADDRESS)]
 Answer = TypeVar("Answer", bound=msgspec.Struct)
 
 
@@ -56,7 +57,7 @@ class _Membership(msgspec.Struct, frozen=True, kw_only=True):
     """The network that a host is in, by its record."""
 
     id: str
-    address: Ipv4Text
+    address: AddressText
 
 
 class _Look(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +70,7 @@ class _Look(msgspec.Struct, frozen=True, kw_only=True):
     #: None where it is in none.
     network: _Membership | None
     #: Networks to which the host has routes of others.
-    routes: tuple[Ipv4Text, ...]
+    routes: tuple[NetworkText, ...]
 
 
 class _Key(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,10 +103,18 @@ class NetworkPlan(msgspec.Struct, frozen=True, kw_only=True):
     users: dict[str, int]
 
 
-def plan_network(cluster: Cluster, network_id: str, name: str, *, sudo: bool) -> NetworkPlan:
+def plan_network(
+    cluster: Cluster,
+    network_id: str,
+    name: str,
+    *,
+    written: Mapping[str, str | None],
+    sudo: bool,
+) -> NetworkPlan:
     """Look at a cluster's hosts that have devices, and choose their addresses. Nothing is changed.
 
-    `name`: what the user calls the cluster. Raises Refusal (host-unreachable, path-unusable,
+    `name`: what the user calls the cluster; `written`: addresses that its file of the network has
+    already, by host. Raises Refusal (host-unreachable, path-unusable,
     extra-missing, cluster-invalid).
     """
     hosts = cluster.machines
@@ -126,17 +135,16 @@ def plan_network(cluster: Cluster, network_id: str, name: str, *, sudo: bool) ->
         _require_own(host, look, network_id)
         _require_root(host, look.user, sudo, command("cluster", "secure", name, "--sudo"))
         looks[host.name] = look
-    network = _choose_network(looks)
-    # A host keeps the address that it has.
-    addresses = dict[str, str]()
+    # A host keeps the address that the file has, or else the one that it has itself.
+    present = dict[str, str]()
     for host in hosts:
-        membership = looks[host.name].network
-        if membership is not None and ipaddress.IPv4Address(membership.address) in network:
-            addresses[host.name] = membership.address
-    free = (str(address) for address in network.hosts() if str(address) not in addresses.values())
-    for host in hosts:
-        if host.name not in addresses:
-            addresses[host.name] = next(free)
+        look = looks[host.name]
+        if look.network is not None:
+            present[host.name] = look.network.address
+        if (address := written.get(host.name)) is not None:
+            present[host.name] = address
+    network = _choose_network(list(looks.values()), present.values())
+    addresses = _choose_addresses([host.name for host in hosts], present, network)
 
     def move(host: Host) -> Host:
         if host.name not in addresses:
@@ -152,10 +160,11 @@ def plan_network(cluster: Cluster, network_id: str, name: str, *, sudo: bool) ->
     )
 
 
-def join_hosts(plan: NetworkPlan, *, port: int) -> list[Problem]:
+def join_hosts(plan: NetworkPlan, *, port: int, when_made: Callable[[], None]) -> list[Problem]:
     """Make a network, or bring it up to date, and try every path in it; return what does not work.
 
     Raises Refusal where a host fails; those that were not in the network before leave it then.
+    `when_made` is called before the paths are tried.
     """
     with ExitStack() as stack:
         agents = {}
@@ -172,12 +181,18 @@ def join_hosts(plan: NetworkPlan, *, port: int) -> list[Problem]:
                 question = _membership_question(plan, name, keys, port)
                 if _ask(agent, _BroughtUp, "bring_up", **question).is_new:
                     new.append(agent)
-        except Refusal:
+        except BaseException:
             for agent in new:
                 with suppress(Refusal):
                     _ask(agent, _TakenDown, "take_down", network=plan.id)
             raise
-        return list(_try_paths(plan.joined, agents, keys, port))
+        when_made()
+        problems = list[Problem]()
+        try:
+            problems.extend(_try_paths(plan.joined, agents, keys, port))
+        except Refusal as refusal:
+            problems.append(refusal.problem)
+        return problems
 
 
 def part_hosts(
@@ -188,7 +203,8 @@ def part_hosts(
 
     def part(host: Host) -> tuple[str, bool]:
         look = _look_at(host)
-        if not look.is_up:
+        # A key may be left of a network that did not come about.
+        if not look.is_up and why_not_root(host, look.user, sudo):
             return host.name, False
         _require_own(host, look, network_id)
         _require_root(host, look.user, sudo, remedy)
@@ -196,6 +212,12 @@ def part_hosts(
             return host.name, _ask(agent, _TakenDown, "take_down", network=network_id).ended
 
     return with_each_host(hosts, part)
+
+
+def joined_addresses(cluster: Cluster) -> dict[str, str | None]:
+    """Return the addresses that hosts of a cluster file have in a private network, by name."""
+    joined = (host for host in cluster.machines if host.interface == INTERFACE)
+    return {host.name: host.address for host in joined}
 
 
 def same_addresses(a: Cluster, b: Cluster) -> bool:
@@ -261,21 +283,21 @@ def _require_root(host: Host, user: int, sudo: bool, remedy: str) -> None:
         )
 
 
-def _choose_network(looks: Mapping[str, _Look]) -> ipaddress.IPv4Network:
-    """Return the network that hosts are in already, or else the first to which no host has a route.
+def _choose_network(looks: Sequence[_Look], present: Iterable[str]) -> ipaddress.IPv4Network:
+    """Return the network of `present` addresses, or else the first to which no host has a route.
     Raises Refusal (cluster-invalid)."""
     taken = []
-    present = []
-    for look in looks.values():
+    for text in chain.from_iterable(look.routes for look in looks):
         # Not of four bytes: no network.
         with suppress(ValueError):
-            if look.network is not None:
-                present.append(ipaddress.IPv4Address(look.network.address))
-            for text in look.routes:
-                network = ipaddress.IPv4Network(text, strict=False)
-                if network.prefixlen >= SHORTEST_PREFIX:
-                    taken.append(network)
-    candidates = [network for network in NETWORKS if any(ip in network for ip in present)]
+            network = ipaddress.IPv4Network(text, strict=False)
+            if network.prefixlen >= SHORTEST_PREFIX:
+                taken.append(network)
+    candidates = []
+    for text in present:
+        with suppress(ValueError):
+            address = ipaddress.IPv4Address(text)
+            candidates += [network for network in NETWORKS if address in network]
     for network in [*candidates, *NETWORKS]:
         if not any(network.overlaps(other) for other in taken):
             return network
@@ -286,6 +308,26 @@ def _choose_network(looks: Mapping[str, _Look]) -> ipaddress.IPv4Network:
         fact=f"they have routes to {', '.join(map(str, sorted(set(taken))))}"[:MAX_FACT],
         remedy="join the hosts by a VPN of yours, and set address: of each in the cluster file",
     )
+
+
+def _choose_addresses(
+    host_names: Sequence[str], present: Mapping[str, str], network: ipaddress.IPv4Network
+) -> dict[str, str]:
+    """Return an address of the network for each host: the one it has, where that can be one and no
+    host before has it, or else a free one. Another host's traffic goes to nobody."""
+    usable = range(int(network[1]), int(network[-1]))
+    addresses = dict[str, str]()
+    for host in host_names:
+        with suppress(ValueError):
+            address = ipaddress.IPv4Address(present.get(host, ""))
+            if int(address) in usable and str(address) not in addresses.values():
+                addresses[host] = str(address)
+    taken = set(addresses.values())
+    free = (str(address) for address in network.hosts() if str(address) not in taken)
+    for host in host_names:
+        if host not in addresses:
+            addresses[host] = next(free)
+    return addresses
 
 
 def _require_different(keys: Mapping[str, str]) -> None:
@@ -332,7 +374,7 @@ def _membership_question(
 
 def _ask(agent: Agent, kind: type[Answer], do: str, **values: Any) -> Answer:
     """Ask an agent. Raises Refusal (path-unusable) where the system refuses it, (host-unreachable)
-    for an answer of another form: what one host answers goes into the settings of others."""
+    for an answer of another form: what a host answers goes into the settings of others."""
     answer = agent.ask(do, **values)
     host_word = shell_word(agent.host.name)
     if "refused" in answer:
@@ -347,16 +389,7 @@ def _ask(agent: Agent, kind: type[Answer], do: str, **values: Any) -> Answer:
             fact=refused,
             remedy=remedy,
         )
-    try:
-        return convert_value(answer, kind)
-    except msgspec.ValidationError as error:
-        raise Refusal(
-            "host-unreachable",
-            what=f"{agent.host.name} answers what no agent does",
-            where=f"host {agent.host.name}",
-            fact=f"{do}: {error}",
-            remedy=f"on {host_word}: wg genkey | wg pubkey",
-        ) from None
+    return agent.convert_answer(answer, kind, do)
 
 
 def _try_paths(

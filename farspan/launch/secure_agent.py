@@ -45,19 +45,14 @@ def look() -> dict[str, Any]:
     routes."""
     system = platform.system()
     missing = [name for name in ("ip", "wg") if find_tool(name) is None]
-    ready = system == "Linux" and not missing
-    network = None
-    # It has none, or was restarted.
-    with suppress(OSError, ValueError):
-        if ready and is_up():
-            network = json.loads(record_path().read_text())
+    is_ready = system == "Linux" and not missing
     return {
         "user": os.geteuid(),
         "system": system,
         "missing": missing,
-        "is_up": ready and is_up(),
-        "network": network,
-        "routes": list_routes() if ready else [],
+        "is_up": is_up(),
+        "network": read_record() if is_up() else None,
+        "routes": list_routes() if is_ready else [],
     }
 
 
@@ -74,6 +69,20 @@ def record_path() -> Path:
     interfaces of its own."""
     namespace = Path("/proc/self/ns/net").stat().st_ino
     return STATE_FOLDER / f"farspan-wireguard-{namespace}.json"
+
+
+def read_record() -> Any:
+    """Return the network that this host is in; None where there is no record of one."""
+    with suppress(OSError, ValueError):
+        return json.loads(record_path().read_text())
+    return None
+
+
+def forget_network() -> None:
+    """Remove the key and the record."""
+    for path in (key_path(), record_path()):
+        with suppress(FileNotFoundError):
+            path.unlink()
 
 
 def key_path() -> Path:
@@ -108,6 +117,9 @@ def run_tool(name: str, *words: str, text: str = "") -> str:
 def make_key() -> dict[str, Any]:
     """Make the host's key, where there is none yet; return its public half."""
     path = key_path()
+    if not is_up():
+        # Of an interface that somebody else has ended.
+        forget_network()
     # There is none, or it was half written when power was lost.
     with suppress(OSError):
         return {"public_key": run_tool("wg", "pubkey", text=path.read_text())}
@@ -134,17 +146,20 @@ def bring_up(
             mtus.append(path_mtu(ip))
             lines.append(f"Endpoint = [{ip}]:{port}" if ":" in ip else f"Endpoint = {ip}:{port}")
     is_new = not is_up()
-    if is_new:
-        make_interface()
+    record = read_record()
+    if not is_new and (record is None or record["id"] != network):
+        raise OSError(0, "the host has joined another network meanwhile")
+    record_path().write_text(json.dumps({"id": network, "address": address}))
+    record_path().chmod(0o644)
     try:
+        if is_new:
+            make_interface()
         run_tool("wg", "setconf", INTERFACE, "/dev/stdin", text="\n".join([*lines, ""]))
         run_tool("ip", "address", "flush", "dev", INTERFACE)
         run_tool("ip", "address", "add", f"{address}/{prefix}", "dev", INTERFACE)
         mtu = str(min(mtus) - OVERHEAD_BYTES)
         run_tool("ip", "link", "set", "mtu", mtu, "up", "dev", INTERFACE)
-        record_path().write_text(json.dumps({"id": network, "address": address}))
-        record_path().chmod(0o644)
-    except OSError:
+    except BaseException:
         if is_new:
             take_down(network)
         raise
@@ -183,15 +198,13 @@ def handshakes() -> dict[str, Any]:
 
 def take_down(network: str) -> dict[str, Any]:
     """End the interface of a network, and forget its key; not another network's."""
-    with suppress(OSError, ValueError):
-        if json.loads(record_path().read_text())["id"] != network:
-            return {"ended": False}
     ended = is_up()
+    record = read_record()
+    if ended and (record is None or record["id"] != network):
+        return {"ended": False}
     if ended:
         run_tool("ip", "link", "delete", "dev", INTERFACE)
-    for path in (key_path(), record_path()):
-        with suppress(FileNotFoundError):
-            path.unlink()
+    forget_network()
     return {"ended": ended}
 
 

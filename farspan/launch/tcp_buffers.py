@@ -16,7 +16,6 @@ from typing import Any, Literal
 import msgspec
 
 from farspan.domain.cluster import Cluster, Host
-from farspan.domain.decoding import convert_value
 from farspan.domain.escapes import shell_line, shell_word
 from farspan.domain.problems import Problem, Refusal
 from farspan.launch.hosts import Agent, with_each_host
@@ -159,7 +158,7 @@ def _restore_host(host: Host, need: BufferNeed | None, sudo: bool) -> HostBuffer
 
 def _look_at(host: Host) -> _Look:
     with Agent(host, TUNE_AGENT) as agent:
-        return convert_value(agent.ask("look"), _Look)
+        return agent.ask_for(_Look, "look")
 
 
 def _ask_as_root(host: Host, seen: _Look, wanted: Buffers, sudo: bool, **question: Any) -> _Look:
@@ -168,7 +167,7 @@ def _ask_as_root(host: Host, seen: _Look, wanted: Buffers, sudo: bool, **questio
     fact = why_not_root(host, seen.user, sudo)
     if not fact:
         with root_agent(host, TUNE_AGENT, seen.user) as agent:
-            now = convert_value(agent.ask(**question), _Look)
+            now = agent.ask_for(_Look, **question)
         if not now.refused:
             return now
         fact = f"the system says: {now.refused}"

@@ -220,10 +220,10 @@ def _sign_contents(*contents: bytes) -> bytes:
     signed = b""
     for content in (machine.encode(), *contents):
         signed += len(content).to_bytes(8, "big") + content
-    return hmac.new(_load_key(), signed, hashlib.sha256).hexdigest().encode()
+    return hmac.new(load_own_key(), signed, hashlib.sha256).hexdigest().encode()
 
 
-def _load_key() -> bytes:
+def load_own_key() -> bytes:
     """Return this user's own key, made when it is first needed."""
     path = state_folder() / "key"
     if not path.exists():

@@ -81,16 +81,13 @@ def set_buffers(largest: int, seconds: float) -> dict[str, Any]:
     before end sooner."""
     try:
         with open_lock() as lock:
-            until = time.time() + seconds
-            record = read_record()
-            if record:
-                until = max(until, record["until"])
-            now = read_buffers()
-            put_back(lock)
+            ended = put_back(lock)
+            until = max([time.time() + seconds, *(record["until"] for record in ended)])
             before = read_buffers()
             after = {}
             for name, sizes in before.items():
-                after[name] = [*sizes[:2], max(sizes[2], now[name][2], largest)]
+                largest_sizes = [record["after"][name][2] for record in ended]
+                after[name] = [*sizes[:2], max([sizes[2], largest, *largest_sizes])]
             keep_until_restored(before, after, until)
     except OSError as error:
         return {"refused": error.strerror or str(error), **look()}
@@ -114,29 +111,32 @@ def open_lock() -> Any:
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+")
 
 
-def put_back(lock: Any) -> None:
-    """End the process that would put the buffers back later: it does so now. Hold the lock
-    afterwards."""
+def put_back(lock: Any) -> list[dict[str, Any]]:
+    """End the processes that would put the buffers back later: they do so now. Return what they
+    had set, and hold the lock afterwards."""
     import fcntl
 
+    ended: dict[int, dict[str, Any]] = {}
     deadline = time.monotonic() + RESTORE_S
-    is_asked = False
     while True:
         with suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         record = read_record()
-        if record and not is_asked and start_time(record["pid"]) == record["began"]:
+        is_new = record and record["pid"] not in ended
+        if is_new and start_time(record["pid"]) == record["began"]:
+            ended[record["pid"]] = record
             with suppress(ProcessLookupError):
                 os.kill(record["pid"], signal.SIGTERM)
-            is_asked = True
         if time.monotonic() > deadline:
             raise BlockingIOError(0, "another farspan cluster tune works on this host")
         time.sleep(0.05)
     # Somebody has killed that process.
     record = read_record()
     if record:
+        ended[record["pid"]] = record
         write_record_back(record)
+    return list(ended.values())
 
 
 def start_time(pid: int) -> str:
@@ -196,11 +196,12 @@ def keep_buffers(
         kept = read_buffers()
         if kept != after:
             raise OSError(0, f"the kernel keeps {kept}")
-    except OSError as error:
+    except Exception as error:
         with suppress(OSError):
             write_buffers(before)
+        with suppress(OSError):
             record_path().unlink()
-        os.write(report, (error.strerror or str(error)).encode())
+        os.write(report, (getattr(error, "strerror", None) or repr(error)).encode())
         return
     # Who asked waits for the end of all of these.
     nowhere = os.open(os.devnull, os.O_RDWR)

@@ -155,7 +155,8 @@ def test_host_that_is_not_entered_by_ssh_is_refused_by_name(tmp_path):
     ("changes", "code", "fact"),
     [
         ({"10.1.0.1": "8.8.8.8"}, "launcher-unusable", "reached from the internet"),
-        ({"10.1.0.1": "fd00::1"}, "cannot-export", "address: of north is one of IPv6"),
+        ({"10.1.0.1": "fd00::1"}, "cannot-export", "address: of north is no address of IPv4"),
+        ({"10.1.0.1": "north.lab"}, "cannot-export", "address: of north is no address of IPv4"),
         ({"at-north": "the north"}, "cannot-export", "a label has letters"),
     ],
 )

@@ -144,6 +144,57 @@ def test_host_that_leaves_or_joins_the_file_moves_no_other(lab, tmp_path):
     assert addresses_of(third) == {"utah": "10.213.0.3", "gpn": "10.213.0.2"}
 
 
+def test_addresses_of_the_file_hold_after_a_restart_of_all_hosts(lab, tmp_path):
+    """utah joined last, though it comes first in the file."""
+    file = write(lab, tmp_path / "cluster.yaml", sites=("star", "gpn"))
+    secure_cluster(file, tmp_path / "two.yaml")
+    write(lab, tmp_path / "cluster.yaml")
+    out = tmp_path / "three.yaml"
+    before, _ = secure_cluster(file, out)
+    for site in SITES:
+        run_in(lab, site, "ip", "link", "delete", "dev", "farspan0")
+        run_in(lab, site, "sh", "-c", "rm /run/farspan-wireguard-*")
+    after, problems = secure_cluster(file, out)
+    assert addresses_of(after) == addresses_of(before)
+    assert problems == []
+
+
+def test_address_that_another_host_claims_is_nobodys_twice(lab, tmp_path):
+    """gpn left the file and came back, and star has its address by now; or it lies."""
+    file = write(lab, tmp_path / "cluster.yaml", sites=("utah", "gpn"))
+    secure_cluster(file, tmp_path / "first.yaml")
+    write(lab, tmp_path / "cluster.yaml", sites=("utah", "star"))
+    secure_cluster(file, tmp_path / "second.yaml")
+    write(lab, tmp_path / "cluster.yaml")
+    made, problems = secure_cluster(file, tmp_path / "third.yaml")
+    assert addresses_of(made) == {"utah": "10.213.0.1", "star": "10.213.0.2", "gpn": "10.213.0.3"}
+    assert problems == []
+
+
+def test_interface_that_somebody_ended_by_hand_leaves_nothing_in_the_way(lab, tmp_path):
+    first = write(lab, tmp_path / "first.yaml", sites=("utah", "star"))
+    secure_cluster(first, tmp_path / "first-secure.yaml")
+    for site in ("utah", "star"):
+        run_in(lab, site, "ip", "link", "delete", "dev", "farspan0")
+    keys = run_in(lab, "star", "sh", "-c", "cat /run/farspan-wireguard-*.key")
+    other = write(lab, tmp_path / "other.yaml", sites=("gpn", "star"))
+    _, problems = secure_cluster(other, tmp_path / "other-secure.yaml")
+    assert problems == []
+    assert run_in(lab, "star", "sh", "-c", "cat /run/farspan-wireguard-*.key") != keys
+    assert part_cluster(other) == [("star", True), ("gpn", True)]
+
+
+def test_network_is_the_same_by_another_path_of_its_file(lab, tmp_path, monkeypatch):
+    file = write(lab, tmp_path / "cluster.yaml", sites=("utah", "star"))
+    secure_cluster(file, tmp_path / "secured.yaml")
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "link.yaml").symlink_to(file)
+    monkeypatch.chdir(tmp_path / "inner")
+    _, problems = secure_cluster("../cluster.yaml", tmp_path / "secured.yaml")
+    assert problems == []
+    assert part_cluster("link.yaml") == [("utah", True), ("star", True)]
+
+
 def test_host_in_another_network_is_left_there(lab, tmp_path):
     file = write(lab, tmp_path / "cluster.yaml", sites=("utah", "star"))
     secure_cluster(file, tmp_path / "secured.yaml")
@@ -252,7 +303,7 @@ def test_key_of_a_host_that_is_no_key_never_gets_into_the_others_settings(lab, t
     """A host answers with a line that would send all traffic to it."""
     text = "#!/bin/sh\nprintf 'x\\nAllowedIPs = 0.0.0.0/0\\n'\n"
     file = write(lab, tmp_path / "cluster.yaml", with_tool(tmp_path, "wg", text, "gpn"))
-    with pytest.raises(Refusal, match="gpn answers what no agent does"):
+    with pytest.raises(Refusal, match="make_key"):
         secure_cluster(file, tmp_path / "secured.yaml")
     assert not any(has_interface(lab, site) for site in SITES)
 

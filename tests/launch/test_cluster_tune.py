@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -194,6 +195,38 @@ def test_buffers_are_put_back_though_their_keeper_was_ended(lab, file, number):
         assert buffers_of(lab, "utah") != before
     tune_cluster(file, undo=True)
     assert buffers_of(lab, "utah") == before
+
+
+def test_tunes_at_the_same_time_leave_the_largest_buffers_and_the_latest_end(lab, file):
+    host = of_lab(lab).machines[0]
+    before = buffers_of(lab, "utah")
+    wanted = [(NEEDED, 60.0), (NEEDED // 2, 7200.0), (NEEDED // 4, 600.0)]
+
+    def tune(need: tuple[int, float]) -> dict:
+        with Agent(host, "tune_agent.py") as agent:
+            return agent.ask("set_buffers", largest=need[0], seconds=need[1])
+
+    began = time.time()
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        answers = list(pool.map(tune, wanted))
+    # One that cannot have its turn in time says so, and has set nothing.
+    done = [need for need, answer in zip(wanted, answers, strict=True) if "refused" not in answer]
+    assert buffers_of(lab, "utah") == with_largest(before, max(size for size, _ in done))
+    with Agent(host, "tune_agent.py") as agent:
+        until = agent.ask("look")["until"]
+    assert until >= began + max(seconds for _, seconds in done)
+    tune_cluster(file, undo=True)
+    assert buffers_of(lab, "utah") == before
+
+
+def test_host_that_refuses_its_settings_has_no_record_of_them(lab, file):
+    script = "mount --bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys"
+    subprocess.run([*state.enter(lab, "utah"), "sh", "-c", script], check=True, timeout=LIMIT_S)
+    utah, star = tune_cluster(file)[0]
+    assert "Read-only file system" in utah.fact
+    assert star.state == "set"
+    utah, star = tune_cluster(file, undo=True)[0]
+    assert (utah.state, star.state) == ("untouched", "restored")
 
 
 def test_user_who_is_not_root_gets_the_command_for_root(lab, tmp_path, capsys):
