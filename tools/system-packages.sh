@@ -3,8 +3,8 @@
 # tests are skipped, each saying what it waits for.
 set -eu
 missing=""
-# command:package - the browser test, firewalls and ssh servers in the lab's sites, the lab itself
-pairs="chromium:chromium nft:nftables sshd:openssh-server ip:iproute2"
+# command:package - the browser test, firewalls and ssh servers in the lab's sites, private networks, the lab itself
+pairs="chromium:chromium nft:nftables sshd:openssh-server wg:wireguard-tools wireguard-go:wireguard-go ip:iproute2"
 if [ "${1:-}" = slow ]; then pairs="$pairs sbatch:slurm-wlm munged:munge"; fi
 for pair in $pairs; do
     PATH="$PATH:/usr/sbin:/sbin" command -v "${pair%%:*}" >/dev/null 2>&1 || missing="$missing ${pair##*:}"

@@ -34,7 +34,7 @@ IPV4_NETWORK = r"^[0-9]{1,3}(\.[0-9]{1,3}){3}(/[0-9]{1,2})?\Z"
 HANDSHAKE_S = 15.0
 #: Looking up the name of a peer may take so long.
 LOOKUP_S = 10.0
-#: Packets of full size are tried by a message of so many bytes.
+#: Bytes of the message that tries packets of full size.
 MESSAGE_BYTES = 200_000
 MESSAGE_S = 60.0
 #: WireGuard's usual port.

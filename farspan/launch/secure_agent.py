@@ -148,7 +148,7 @@ def bring_up(
     is_new = not is_up()
     record = read_record()
     if not is_new and (record is None or record["id"] != network):
-        raise OSError(0, "the host has joined another network meanwhile")
+        raise OSError(0, "the host is in another network now")
     record_path().write_text(json.dumps({"id": network, "address": address}))
     record_path().chmod(0o644)
     try:

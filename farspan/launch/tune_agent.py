@@ -22,8 +22,9 @@ SETTINGS_FOLDER = Path("/proc/sys/net/ipv4")
 SETTINGS = ("tcp_rmem", "tcp_wmem")
 #: Root's alone to write, and gone after a restart of the machine, as the settings are.
 RECORD_FOLDER = Path("/run")
-#: The process that puts the buffers back does so within this.
+#: The process that puts the buffers back does so within this, and an agent has its turn.
 RESTORE_S = 5.0
+TURN_S = 15.0
 
 
 def hello() -> dict[str, Any]:
@@ -80,15 +81,19 @@ def set_buffers(largest: int, seconds: float) -> dict[str, Any]:
     """Let buffers grow to `largest` bytes, for `seconds`; never make them smaller, nor what was set
     before end sooner."""
     try:
-        with open_lock() as lock:
+        with open_lock(".turn") as turn, open_lock(".lock") as lock:
+            hold_lock(turn, TURN_S)
             ended = put_back(lock)
-            until = max([time.time() + seconds, *(record["until"] for record in ended)])
+            until = time.time() + seconds
             before = read_buffers()
             after = {}
             for name, sizes in before.items():
-                largest_sizes = [record["after"][name][2] for record in ended]
-                after[name] = [*sizes[:2], max([sizes[2], largest, *largest_sizes])]
-            keep_until_restored(before, after, until)
+                after[name] = [*sizes[:2], max(sizes[2], largest)]
+            if ended:
+                until = max(until, ended["until"])
+                for name, sizes in ended["after"].items():
+                    after[name][2] = max(after[name][2], sizes[2])
+            keep_until_restored(before, after, until, turn)
     except OSError as error:
         return {"refused": error.strerror or str(error), **look()}
     return look()
@@ -97,46 +102,48 @@ def set_buffers(largest: int, seconds: float) -> dict[str, Any]:
 def restore_buffers() -> dict[str, Any]:
     """Put back what was set, at once."""
     try:
-        with open_lock() as lock:
+        with open_lock(".turn") as turn, open_lock(".lock") as lock:
+            hold_lock(turn, TURN_S)
             put_back(lock)
     except OSError as error:
         return {"refused": error.strerror or str(error), **look()}
     return look()
 
 
-def open_lock() -> Any:
-    """Open the file whose lock the process holds that will put the buffers back. Nobody but root
-    may open it, and so keep root waiting."""
-    path = str(record_path().with_suffix(".lock"))
+def open_lock(suffix: str) -> Any:
+    """Open a file to lock: `.turn`, which one agent after another holds, or `.lock`, which the
+    process holds that will put the buffers back. Nobody but root may, and so keep root waiting."""
+    path = str(record_path().with_suffix(suffix))
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+")
 
 
-def put_back(lock: Any) -> list[dict[str, Any]]:
-    """End the processes that would put the buffers back later: they do so now. Return what they
-    had set, and hold the lock afterwards."""
+def hold_lock(lock: Any, seconds: float) -> None:
+    """Lock a file. Raises OSError where another process holds it for so long."""
     import fcntl
 
-    ended: dict[int, dict[str, Any]] = {}
-    deadline = time.monotonic() + RESTORE_S
+    deadline = time.monotonic() + seconds
     while True:
         with suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        record = read_record()
-        is_new = record and record["pid"] not in ended
-        if is_new and start_time(record["pid"]) == record["began"]:
-            ended[record["pid"]] = record
-            with suppress(ProcessLookupError):
-                os.kill(record["pid"], signal.SIGTERM)
+            return
         if time.monotonic() > deadline:
-            raise BlockingIOError(0, "another farspan cluster tune works on this host")
+            raise OSError(0, "another farspan cluster tune works on this host")
         time.sleep(0.05)
+
+
+def put_back(lock: Any) -> Any:
+    """End the process that would put the buffers back later: it does so now. Return what it had
+    set, None where nothing was, and hold the lock afterwards."""
+    ended = read_record()
+    if ended and start_time(ended["pid"]) == ended["began"]:
+        with suppress(ProcessLookupError):
+            os.kill(ended["pid"], signal.SIGTERM)
+    hold_lock(lock, RESTORE_S)
     # Somebody has killed that process.
     record = read_record()
     if record:
-        ended[record["pid"]] = record
         write_record_back(record)
-    return list(ended.values())
+    return ended
 
 
 def start_time(pid: int) -> str:
@@ -159,14 +166,16 @@ def write_record_back(record: dict[str, Any]) -> None:
 
 
 def keep_until_restored(
-    before: dict[str, list[int]], after: dict[str, list[int]], until: float
+    before: dict[str, list[int]], after: dict[str, list[int]], until: float, turn: Any
 ) -> None:
     """Leave a process behind that sets the buffers, and puts them back at `until` (Unix time) or
-    when it is ended. It shares the lock. Raises OSError where they cannot be set."""
+    when it is ended. It shares the lock, and not the turn. Raises OSError where they cannot be
+    set."""
     done, report = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(done)
+        turn.close()
         try:
             keep_buffers(before, after, until, report)
         finally:
