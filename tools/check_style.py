@@ -290,8 +290,16 @@ def check_commits() -> Iterator[str]:
     log = git("log", "--no-merges", "--format=%h %s", f"{base}..HEAD") or ""
     for line in log.splitlines():
         commit, _, subject = line.partition(" ")
-        if len(subject) > MAX_SUBJECT or not SUBJECT.fullmatch(subject):
-            yield f"commit {commit}: {subject!r} is not `scope: what it does` in 72 characters"
+        yield from check_subject(f"commit {commit}", subject)
+
+
+def check_subject(place: str, subject: str) -> Iterator[str]:
+    """Yield a commit's subject, if it is another than `scope: what it does`."""
+    if len(subject) > MAX_SUBJECT or not SUBJECT.fullmatch(subject):
+        yield (
+            f"{place}: {subject!r} of {len(subject)} characters is not `scope: what it does` in "
+            f"{MAX_SUBJECT}"
+        )
 
 
 def check_growth(sources: list[Source]) -> Iterator[str]:
@@ -352,7 +360,15 @@ def main() -> None:
     )
     parser.add_argument("paths", nargs="*", type=Path)
     parser.add_argument("--sizes", action="store_true", help="print AST nodes by folder")
+    parser.add_argument("--message", type=Path, help="check the subject of this message alone")
     options = parser.parse_args()
+
+    if options.message:
+        lines = options.message.read_text(encoding="utf-8").splitlines()
+        subject = next((line for line in lines if line and not line.startswith("#")), "")
+        if subject.startswith("Merge "):
+            return
+        sys.exit("\n".join(check_subject("message", subject)) or None)
 
     roots = [path.resolve() for path in options.paths] or [ROOT / name for name in PACKAGES]
     files = [file for root in roots for file in ([root] if root.is_file() else root.rglob("*.py"))]
