@@ -25,6 +25,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from farspan.launch.agent_loop import answer_questions
+
 SEND_BYTES = 1 << 18
 #: A caller sends the server's secret within CALL_S, and is not silent for longer than IDLE_S.
 CALL_S = 10
@@ -110,10 +112,6 @@ def receive_exactly(connection: socket.socket, size: int) -> bytes:
             break
         content += part
     return content
-
-
-def hello() -> dict[str, Any]:
-    return {}
 
 
 def serve(address: str, secret: str) -> dict[str, Any]:
@@ -467,7 +465,6 @@ def transfer(address: str, port: int, secret: str, size: int, repeats: int) -> d
 
 
 DO = (
-    hello,
     serve,
     free_ports,
     received,
@@ -486,17 +483,5 @@ DO = (
 )
 
 
-def main() -> None:
-    functions = {function.__name__: function for function in DO}
-    for line in sys.stdin.buffer:
-        question = json.loads(line.decode())
-        try:
-            answer = functions[question.pop("do")](**question)
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-
-
 if __name__ == "__main__":
-    main()
+    answer_questions(DO)

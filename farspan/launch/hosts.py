@@ -56,6 +56,8 @@ BOOTSTRAP = (
     "import sys; sys.path[:] = filter(None, sys.path); "
     "exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())).decode())"
 )
+#: The module that agents' programs share.
+AGENT_LOOP = "farspan.launch.agent_loop"
 Value = TypeVar("Value")
 Answer = TypeVar("Answer", bound=msgspec.Struct)
 
@@ -195,6 +197,21 @@ def host_python(host: Host) -> str:
     return sys.executable if host.enter == () else host.python
 
 
+def agent_program(name: str) -> bytes:
+    """Return an agent's file as one program, with the module that it imports of farspan, which no
+    host needs to have."""
+    folder = resources.files("farspan.launch")
+    loop = (folder / f"{AGENT_LOOP.rpartition('.')[2]}.py").read_text(encoding="utf-8")
+    agent = (folder / name).read_text(encoding="utf-8")
+    lines = (
+        "import sys, types",
+        f"loop = sys.modules[{AGENT_LOOP!r}] = types.ModuleType({AGENT_LOOP!r})",
+        f"exec({loop!r}, loop.__dict__)",
+        f"exec({agent!r})",
+    )
+    return "\n".join(lines).encode()
+
+
 class Agent:
     """Runs an agent, a file of this folder, on one host for the time of a `with`; with `sudo` as
     root there. Raises Refusal (host-unreachable) with what failed and why."""
@@ -223,7 +240,7 @@ class Agent:
         self._errors: list[bytes] = []
         self._reader = threading.Thread(target=self._read_errors, daemon=True)
         self._reader.start()
-        program = (resources.files("farspan.launch") / self._program).read_bytes()
+        program = agent_program(self._program)
         try:
             self._send(b"%d\n%b" % (len(program), program))
             self.ask("hello", deadline_s=HOST_START_S)

@@ -15,10 +15,11 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from farspan.launch.agent_loop import answer_questions
 
 #: A host has one private network of farspan's: no other interface is ever touched.
 INTERFACE = "farspan0"
@@ -34,10 +35,6 @@ ETHERNET_MTU = 1500
 KEEPALIVE_S = 25
 #: Paths of users may lack the folders of administrators' tools.
 TOOL_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin"])
-
-
-def hello() -> dict[str, Any]:
-    return {}
 
 
 def look() -> dict[str, Any]:
@@ -208,22 +205,8 @@ def take_down(network: str) -> dict[str, Any]:
     return {"ended": ended}
 
 
-SECURE_QUESTIONS = (hello, look, make_key, bring_up, handshakes, take_down)
-
-
-def main() -> None:
-    functions = {function.__name__: function for function in SECURE_QUESTIONS}
-    for line in sys.stdin.buffer:
-        question = json.loads(line.decode())
-        try:
-            answer = functions[question.pop("do")](**question)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            answer = {"refused": getattr(error, "strerror", None) or str(error)}
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+SECURE_QUESTIONS = (look, make_key, bring_up, handshakes, take_down)
 
 
 if __name__ == "__main__":
-    main()
+    answer_questions(SECURE_QUESTIONS, refused=(OSError, subprocess.TimeoutExpired))

@@ -21,6 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from farspan.launch.agent_loop import answer_questions
+
 #: Proves that farspan made the folder: nothing without it is ever written to or removed.
 OWNER = "farspan-environment"
 READY = "ready.json"
@@ -81,10 +83,6 @@ class Installation:
 #: The lock's file, and the installation under way: at most one of each.
 LOCKS: list[IO[bytes]] = []
 INSTALLATIONS: list[Installation] = []
-
-
-def hello() -> dict[str, Any]:
-    return {}
 
 
 def look(base: str) -> dict[str, Any]:
@@ -330,7 +328,6 @@ def read_json(path: Path) -> Any:
 
 
 SETUP_QUESTIONS = (
-    hello,
     look,
     list_pythons,
     claim,
@@ -344,21 +341,9 @@ SETUP_QUESTIONS = (
 )
 
 
-def main() -> None:
-    functions = {function.__name__: function for function in SETUP_QUESTIONS}
+if __name__ == "__main__":
     try:
-        for line in sys.stdin.buffer:
-            question = json.loads(line.decode())
-            try:
-                answer = functions[question.pop("do")](**question)
-            except Exception as error:
-                answer = {"error": f"{type(error).__name__}: {error}"}
-            sys.stdout.write(json.dumps(answer) + "\n")
-            sys.stdout.flush()
+        answer_questions(SETUP_QUESTIONS)
     finally:
         for under_way in INSTALLATIONS:
             under_way.stop()
-
-
-if __name__ == "__main__":
-    main()

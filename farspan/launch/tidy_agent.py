@@ -12,11 +12,12 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from farspan.launch.agent_loop import answer_questions
 
 #: Proves that farspan made the folder: nothing without it is ever removed.
 OWNER = "farspan-environment"
@@ -24,10 +25,6 @@ OWNER = "farspan-environment"
 HOST_KILL_TIMEOUT_S = 30.0
 #: The end of an events file that holds its last whole line.
 LAST_EVENT_BYTES = 1 << 16
-
-
-def hello() -> dict[str, Any]:
-    return {}
 
 
 def list_processes(base: str) -> dict[str, Any]:
@@ -145,7 +142,6 @@ def remove_runs(folder: str) -> dict[str, Any]:
 
 
 TIDY_QUESTIONS = (
-    hello,
     list_processes,
     end_processes,
     list_runs,
@@ -154,17 +150,5 @@ TIDY_QUESTIONS = (
 )
 
 
-def main() -> None:
-    functions = {function.__name__: function for function in TIDY_QUESTIONS}
-    for line in sys.stdin.buffer:
-        question = json.loads(line.decode())
-        try:
-            answer = functions[question.pop("do")](**question)
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-
-
 if __name__ == "__main__":
-    main()
+    answer_questions(TIDY_QUESTIONS)

@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from farspan.launch.agent_loop import answer_questions
 
 SETTINGS_FOLDER = Path("/proc/sys/net/ipv4")
 #: Each has three numbers: the least, the first and the largest bytes of a buffer (tcp(7)).
@@ -25,10 +26,6 @@ RECORD_FOLDER = Path("/run")
 #: The process that puts the buffers back does so within this, and an agent has its turn.
 RESTORE_S = 5.0
 TURN_S = 15.0
-
-
-def hello() -> dict[str, Any]:
-    return {}
 
 
 def look() -> dict[str, Any]:
@@ -221,20 +218,8 @@ def keep_buffers(
     write_record_back(record)
 
 
-TUNE_QUESTIONS = (hello, look, set_buffers, restore_buffers)
-
-
-def main() -> None:
-    functions = {function.__name__: function for function in TUNE_QUESTIONS}
-    for line in sys.stdin.buffer:
-        question = json.loads(line.decode())
-        try:
-            answer = functions[question.pop("do")](**question)
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+TUNE_QUESTIONS = (look, set_buffers, restore_buffers)
 
 
 if __name__ == "__main__":
-    main()
+    answer_questions(TUNE_QUESTIONS)
