@@ -11,7 +11,7 @@ from farspan.domain.gpus import judge_gpus
 from farspan.domain.problems import Finding
 from farspan.domain.units import format_bytes, format_seconds
 from farspan.launch.link_measurement import HostPath
-from farspan.launch.network_examination import Examination, host_address
+from farspan.launch.network_examination import PRIVATE_INTERFACE, Examination, host_address
 
 #: Clocks further apart than this make events of several hosts hard to read side by side.
 MAX_SKEW_S = 1.0
@@ -19,8 +19,6 @@ MAX_SKEW_S = 1.0
 MIN_FREE_DISK_BYTES = 5 * 10**9
 #: Where `tarfile` began to refuse what lies outside its folder.
 OLDEST_PYTHON = (3, 11, 4)
-#: Interfaces that only this machine sees: loopback, and the bridges of Docker, libvirt and LXC.
-PRIVATE_INTERFACE = re.compile(r"(lo\d*|docker\d*|br-[0-9a-f]{12}|virbr\d*|lxcbr\d*|cni\d*)$")
 
 
 def list_findings(cluster: Cluster, examined: Examination) -> tuple[Finding, ...]:
@@ -93,6 +91,9 @@ def _diagnose_failed_path(
     if path.failed == "name":
         what = f"{a} does not know the name {target}"
         remedy = f"set address: of {host_word} in the cluster file"
+    elif path.answers_at:
+        what = f"the address of {b} in the cluster file is another's: {b} answers {a} at its own"
+        remedy = f"set address: of {host_word} in the cluster file to {shell_word(path.answers_at)}"
     elif _is_translated(path, examined):
         both = f"both {a} and {b} are" if _is_translated(back, examined) else f"{b} is"
         what = f"{both} behind address translation (NAT), and {a} does not get in to {b}"

@@ -45,6 +45,8 @@ class HostPath(msgspec.Struct, frozen=True, kw_only=True):
     fact: str = ""
     #: The address of `b` that no connection came about to; empty where one did.
     ip: str = ""
+    #: An address of an interface of `b` where it answers, where it does not at `ip`.
+    answers_at: str = ""
     #: Whether datagrams arrived, which need no return path; asked only where `failed`.
     one_way: bool | None = None
     rtt_s: float | None = None
@@ -65,6 +67,16 @@ def measure_paths(a: Agent, b: Agent, streams: Sequence[int]) -> tuple[HostPath,
     if there.failed or back.failed:
         return one_way(a, b, there), one_way(b, a, back)
     return with_rates(a, b, there, streams), with_rates(b, a, back, streams)
+
+
+def find_answering(a: Agent, b: Agent, path: HostPath, addresses: Sequence[str]) -> HostPath:
+    """Return a path that failed with the first of these addresses of `b` where it answers `a`."""
+    for address in addresses:
+        target = {**b.target, "address": address}
+        answer = a.ask("reach", **target, deadline=REACH_S, pings=1, deadline_s=3 * REACH_S)
+        if answer["failed"] is None:
+            return msgspec.structs.replace(path, answers_at=address)
+    return path
 
 
 def with_rates(a: Agent, b: Agent, path: HostPath, streams: Sequence[int]) -> HostPath:

@@ -6,6 +6,7 @@ Every question has a deadline. Disjoint pairs are looked at side by side.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -18,7 +19,12 @@ from farspan.domain.gpus import Nvidia, Wheel
 from farspan.domain.problems import Problem, Refusal
 from farspan.launch.agent import IMPORT_S
 from farspan.launch.hosts import Agent
-from farspan.launch.link_measurement import HostPath, measure_paths
+from farspan.launch.link_measurement import HostPath, find_answering, measure_paths
+
+#: Interfaces that only this machine sees: loopback, and the bridges of Docker, libvirt and LXC.
+PRIVATE_INTERFACE = re.compile(r"(lo\d*|docker\d*|br-[0-9a-f]{12}|virbr\d*|lxcbr\d*|cni\d*)$")
+#: Addresses of its own that a host is tried at, where it does not answer at that of the file.
+MAX_ADDRESSES = 4
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,13 +80,27 @@ def examine_cluster(cluster: Cluster, *, streams: Sequence[int]) -> Examination:
 
         def examine_pair(pair: tuple[str, str]) -> tuple[HostPath, HostPath]:
             a, b = pair
-            return measure_paths(reached[a], reached[b], streams)
+            there, back = measure_paths(reached[a], reached[b], streams)
+            return (
+                _find_own_address(reached[a], reached[b], there, facts),
+                _find_own_address(reached[b], reached[a], back, facts),
+            )
 
         for pairs in pair_rounds(sorted(reached)):
             with ThreadPoolExecutor(max(1, len(pairs))) as pool:
                 for both in pool.map(examine_pair, pairs):
                     ways += both
     return Examination(hosts=facts, unreachable=unreachable, ways=tuple(ways))
+
+
+def _find_own_address(a: Agent, b: Agent, path: HostPath, facts: dict[str, HostFacts]) -> HostPath:
+    """Return a path, with an address of the host's own where it answers, if it failed at an address
+    that is none of those."""
+    interfaces = facts[path.b].interfaces
+    if not path.failed or not path.ip or path.ip in interfaces.values():
+        return path
+    own = [address for name, address in interfaces.items() if not PRIVATE_INTERFACE.match(name)]
+    return find_answering(a, b, path, own[:MAX_ADDRESSES])
 
 
 def facts_of(agent: Agent) -> HostFacts:

@@ -16,14 +16,13 @@ from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal
 from farspan.launch.agent import free_ports
 from farspan.launch.agent_pool import AgentPool
-from farspan.launch.findings import PRIVATE_INTERFACE
 from farspan.launch.link_measurement import (
     HostPath,
     measure_round_trip,
     require_reached,
     unreachable_link,
 )
-from farspan.launch.network_examination import host_address
+from farspan.launch.network_examination import PRIVATE_INTERFACE, host_address
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):

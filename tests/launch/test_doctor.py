@@ -86,8 +86,13 @@ def test_a_link_that_is_cut_one_way_is_named_with_its_direction(lab, cluster, di
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("behind", [("utah", "star"), ("star",)])
-def test_hosts_behind_address_translation_are_named_with_what_joins_them(cluster, behind):
-    """Their addresses are those of routers, which let nothing in."""
+def test_hosts_behind_address_translation_are_named_with_what_joins_them(lab, cluster, behind):
+    """Their addresses are those of routers, which let nothing in; no other has a route to their
+    own."""
+    for name, other in (("utah", "star"), ("star", "utah")):
+        if name in behind:
+            own = next(host.address for host in cluster.hosts if host.name == name)
+            inside(lab, other, f"ip route replace unreachable {own}")
 
     def move(host):
         address = f"10.99.{len(host.name)}.1" if host.name in behind else host.address
@@ -101,6 +106,20 @@ def test_hosts_behind_address_translation_are_named_with_what_joins_them(cluster
     for finding in translated:
         assert ("both" in finding.what) == (len(behind) == 2)
         assert "WireGuard" in finding.remedy
+
+
+@pytest.mark.usefixtures("impatient")
+def test_wrong_address_is_named_with_the_right_one(cluster):
+    right = next(host.address for host in cluster.hosts if host.name == "star")
+
+    def mistype(host):
+        return msgspec.structs.replace(host, address="10.99.9.9") if host.name == "star" else host
+
+    (found,) = refused(cluster, examine_cluster(cluster.with_hosts(mistype), streams=()))
+    assert (found.where, found.remedy) == (
+        "link utah -> star",
+        f"set address: of star in the cluster file to {right}",
+    )
 
 
 @pytest.mark.slow
