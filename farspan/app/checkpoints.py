@@ -14,11 +14,14 @@ from farspan.domain.run import RunFolder
 
 
 def flaw_of(path: Path) -> str:
-    """Return why the checkpoint in a folder is not whole; empty where every byte is right."""
+    """Return why the checkpoint in a folder is not whole; empty where every byte is right. Ctrl-C
+    does not reach the process that reads it."""
     verify = module_command(
         sys.executable, "farspan.runtime.checkpoint.checkpoint_folder", str(path)
     )
-    verified = subprocess.run(verify, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    verified = subprocess.run(
+        verify, stdin=subprocess.DEVNULL, capture_output=True, text=True, start_new_session=True
+    )
     if verified.returncode == 0:
         return ""
     return verified.stdout.strip() or f"it cannot be read: {verified.stderr.strip()[-300:]}"

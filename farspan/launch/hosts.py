@@ -123,11 +123,13 @@ def quote_path(path: Path) -> str:
 
 
 def start_shell(host: Host, text: str, **streams: int) -> subprocess.Popen[bytes]:
-    """Start a shell command on a host. Raises Refusal (host-unreachable) where the command that
-    enters it is not here."""
+    """Start a shell command on a host. Ctrl-C does not reach it. Raises Refusal (host-unreachable)
+    where the command that enters it is not here."""
     words = host_command(host, ["sh", "-c", text])
     try:
-        return subprocess.Popen(words, **streams)  # type: ignore[call-overload,no-any-return]
+        return subprocess.Popen(  # type: ignore[call-overload,no-any-return]
+            words, start_new_session=True, **streams
+        )
     except OSError as error:
         raise Refusal(
             "host-unreachable",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +33,7 @@ from tests import tiny
 from tests.app.supervised import Watched, made
 from tests.launch.test_launchers import TRAIN
 from tests.report.fake_run import START, make_plan, train_events
-from tests.waiting import wait_for
+from tests.waiting import LIMIT_S, wait_for
 
 CPU = Device(kind="cpu-avx2", backend="cpu", memory=2**30)
 #: Waits as long as `blocked` exists, then is tar; each call leaves a line in `calls`.
@@ -40,6 +41,23 @@ TAR = """#!/bin/sh
 echo >> {folder}/calls
 while [ -e {folder}/blocked ]; do sleep 0.05; done
 exec {tar} "$@"
+"""
+
+#: Talks to a command on a host, with a Ctrl-C of this process's terminal meanwhile.
+INTERRUPTED = """
+import os, signal, subprocess
+from farspan.domain.cluster import Device, Host
+from farspan.launch.hosts import start_shell
+signal.signal(signal.SIGINT, lambda number, frame: None)
+cpu = Device(kind="cpu-avx2", backend="cpu", memory=2**30)
+host = Host(name="far", devices=(cpu,), enter=("env",))
+pipe = subprocess.PIPE
+with start_shell(host, "echo begun; read word; echo $word", stdin=pipe, stdout=pipe) as process:
+    print(process.stdout.readline().decode().strip())
+    os.killpg(0, signal.SIGINT)
+    process.stdin.write(b"ended\\n")
+    process.stdin.close()
+    print(process.stdout.read().decode().strip())
 """
 
 
@@ -354,6 +372,17 @@ def test_checkpoints_come_while_the_run_trains_and_are_whole(
     content[-1] ^= 1
     part.write_bytes(content)
     assert "does not match its checksum" in flaw_of(part.parent)
+
+
+def test_ctrl_c_does_not_reach_a_copy_that_is_being_made() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        start_new_session=True,
+    )
+    assert done.stdout.split() == ["begun", "ended"], done.stderr
 
 
 def test_a_start_from_an_earlier_checkpoint_has_no_later_one() -> None:
