@@ -43,7 +43,13 @@ def set_up_cluster(
 
 
 def require_set_up(name: str, progress: Progress = ignore_update) -> None:
-    """Set up a cluster. Raises Refusal for the first host that cannot be."""
+    """Set up a cluster. Raises Refusal for the first host that cannot be: nothing is begun where
+    one is not reached."""
+    from farspan.launch.network_examination import start_agents
+
+    with start_agents(_hosts(name)) as (_, unreachable):
+        for problem in unreachable.values():
+            raise Refusal.of(problem)
     for end in set_up_cluster(name, progress=progress):
         if isinstance(end, Problem):
             raise Refusal.of(end)

@@ -231,6 +231,17 @@ def test_training_on_a_host_without_farspan_names_the_command_that_installs_it(h
     assert not (hosts.folder / "runs").exists()
 
 
+def test_training_with_up_begins_nothing_where_a_host_is_not_reached(hosts):
+    write_cluster(hosts.folder / "typed.yaml", ["a", "aa"])
+    (hosts.folder / "text").mkdir(exist_ok=True)
+    (hosts.folder / "text/a.txt").write_text("the wind listeth " * 400)
+    (hosts.folder / "run.yaml").write_text("data: text\n")
+    words = ("train", "run.yaml", "--cluster", "typed.yaml", "--up", "--json")
+    problem = answer_of(hosts.farspan(*words))["problem"]
+    assert (problem["code"], problem["where"]) == ("host-unreachable", "host aa")
+    assert not (hosts.folder / "a/.local").exists()
+
+
 def test_down_ends_and_removes_only_what_farspan_has_there(hosts):
     base = environment_of(hosts)
     sleep = "import time; time.sleep(1000)"
