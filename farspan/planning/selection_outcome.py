@@ -57,6 +57,13 @@ def explain_selection(selection: Selection) -> str:
             difference = describe_verdict(ranking, rival)
             sentences.append(f"Next: {candidate_name(rival)}, {step} on {devices}, {difference}.")
             break
+    problems = [trial.problem for _, trial in tried if trial.problem is not None]
+    unreached = [problem for problem in problems if problem.code == "host-unreachable"]
+    if unreached:
+        sentences.append(
+            f"Plans over hosts that do not reach each other failed: {unreached[0].what} "
+            f"({unreached[0].fact}); {unreached[0].remedy}."
+        )
     sentences.append(ending)
     return " ".join(sentences)
 

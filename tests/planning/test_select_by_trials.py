@@ -6,6 +6,7 @@ import random
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from farspan import models
 from farspan.app.choose_plan import MAX_DEVICES_OF_SELECTION, selection_task
@@ -22,11 +23,12 @@ from farspan.estimate.estimate_plan import estimate
 from farspan.estimate.network import Network
 from farspan.estimate.scaling_law import scaling_law_loss
 from farspan.estimate.stage import Costs
+from farspan.launch.link_measurement import unreachable_link
 from farspan.planning.learn_slowdowns import Observation, Paced, learn_slowdowns, with_slowdowns
 from farspan.planning.misfit import largest_tried
 from farspan.planning.model_speed import on_one_device
 from farspan.planning.select_by_trials import SelectionTask, select_by_trials
-from farspan.planning.selection_outcome import nothing_runs
+from farspan.planning.selection_outcome import explain_selection, nothing_runs
 from farspan.semantics.identity import plan_key
 from farspan_studies.papers import algorithm1
 from tests.examples import slow_after
@@ -180,6 +182,27 @@ def test_a_trial_that_fails_is_a_result():
     assert {trial.status for _, trial in found.tried} == {"oom"}
     told = [one.unchosen for one in found.ranking.candidates if one.trial is not None]
     assert all("ran out of memory" in text for text in told)
+
+
+def test_links_that_fail_are_named_with_the_choice_of_one_site():
+    here = cluster((FAST, FAST), (FAST, FAST), rtt_s=0.001)
+    fact = "route: Network is unreachable"
+
+    class Apart(World):
+        def __call__(self, plan: Plan, step_s: float) -> Trial:
+            trial = super().__call__(plan, step_s)
+            if len({device.host for device in plan.devices}) == 1:
+                return trial
+            problem = unreachable_link("a", "b", fact).problem
+            return replace(trial, status="failed", step_s=None, problem=problem)
+
+    found = select_by_trials(here, asked(batch=512, allow=("data",)), Apart(here), budget_s=1e6)
+    assert len({device.host for device in chosen(found).plan.devices}) == 1
+    told = explain_selection(found)
+    assert f"a cannot reach b ({fact}); farspan doctor" in told
+    assert "do not reach" not in explain_selection(
+        select_by_trials(here, asked(batch=512, allow=("data",)), World(here), budget_s=1e6)
+    )
 
 
 def needs_more(plan: Plan, here, gigabytes: float) -> bool:
