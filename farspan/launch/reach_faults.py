@@ -7,7 +7,8 @@ import re
 from typing import NamedTuple
 
 from farspan.domain.escapes import shell_line, shell_word
-from farspan.launch.ssh_settings import read_ssh_settings
+from farspan.domain.suggest import suggest
+from farspan.launch.ssh_settings import list_ssh_hosts, read_ssh_settings
 
 #: What OpenSSH and shells print, and what it means; OpenSSH's strings are stable. The first that
 #: is found counts.
@@ -51,7 +52,7 @@ def explain_fault(name: str, ssh: tuple[str, ...], printed: str, otherwise: str)
     if jump:
         host_word = shell_word(jump)
     remedies = {
-        "name": f"add {host_word} to ~/.ssh/config with its HostName",
+        "name": _named_otherwise(name, host_word),
         "route": f"ping {host_word}",
         "port": f"start its ssh server there: sudo systemctl start ssh   (port 22 of {host_word})",
         "authentication": f"ssh-copy-id {host_word}",
@@ -68,6 +69,15 @@ def explain_fault(name: str, ssh: tuple[str, ...], printed: str, otherwise: str)
     if jump:
         cause = f"its jump host {jump}: {cause}"
     return EntryFault(cause, fact, remedies.get(cause.rpartition(": ")[2], otherwise))
+
+
+def _named_otherwise(name: str, host_word: str) -> str:
+    """Return the remedy of a name that ssh does not know: the likely one of the user's own
+    configuration, if there is one."""
+    likely = suggest(name, list_ssh_hosts(), synonyms=())
+    if likely:
+        return f"name the host {shell_word(likely[0])}, as ~/.ssh/config does"
+    return f"add {host_word} to ~/.ssh/config with its HostName"
 
 
 def _shorten(words: str, cause: str) -> str:

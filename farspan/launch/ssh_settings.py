@@ -47,6 +47,21 @@ def read_ssh_settings(ssh: Sequence[str]) -> dict[str, list[str]]:
     return settings
 
 
+def list_ssh_hosts() -> list[str]:
+    """Return the names of hosts in the user's own configuration, without those in files that it
+    includes."""
+    try:
+        text = Path("~/.ssh/config").expanduser().read_text(encoding="utf-8", errors="replace")
+    except (OSError, RuntimeError):  # There is none, or no home.
+        return []
+    names = []
+    for line in text.splitlines():
+        key, _, patterns = line.strip().replace("=", " ", 1).partition(" ")
+        if key.lower() == "host":
+            names += [name for name in patterns.split() if not set(name) & set("*?!")]
+    return names
+
+
 def find_ssh_access(name: str, enter: Sequence[str]) -> SshAccess:
     """Return how ssh enters a host, by the command that does. Raises Refusal (cannot-export) for
     another command."""

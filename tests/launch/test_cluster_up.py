@@ -136,6 +136,17 @@ def test_wrong_ssh_settings_are_named_with_their_fix(hosts, options, jump_option
         assert "as user nobody-here" in problem["fact"]
 
 
+def test_likely_name_of_a_host_comes_from_the_users_configuration(hosts):
+    hosts.configure("north-gate *.example.org !south-gate", "a")
+    write_cluster(hosts.folder / "cluster.yaml", ["nort-gate", "elsewhere.invalid"])
+    done = hosts.farspan(
+        "cluster", "status", "cluster.yaml", "--json", variables={"HOME": str(hosts.folder)}
+    )
+    named, unlike = answer_of(done)["problems"]
+    assert named["remedy"] == "name the host north-gate, as ~/.ssh/config does"
+    assert unlike["remedy"] == "add elsewhere.invalid to ~/.ssh/config with its HostName"
+
+
 def test_changed_host_key_is_refused_with_the_command_that_forgets_the_old_one(hosts):
     known = hosts.ssh / "known_hosts"
     other = (hosts.ssh / "stranger.pub").read_text().split()[:2]
