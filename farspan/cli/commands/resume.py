@@ -47,7 +47,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
         run_detached(words, folder, console)
         return
     from farspan.app.training import resume_run
-    from farspan.cli.report_text import print_result
+    from farspan.cli.report_text import print_end
     from farspan.cli.show_updates import Show
 
     with Show(console) as show:
@@ -59,5 +59,5 @@ def run(given: argparse.Namespace, console: Console) -> None:
             technique=given.technique,
             without=tuple(given.without),
         )
-    print_result(report, console)
+    print_end(report, console)
     console.answer({"run": str(folder.path), "measurement": report.measurement})

@@ -66,7 +66,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
         return
     from farspan.app import training
     from farspan.app.plans import read_planned
-    from farspan.cli.report_text import print_result
+    from farspan.cli.report_text import print_end
     from farspan.cli.show_updates import Show
 
     with Show(console) as show:
@@ -76,7 +76,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
             planned = read_planned(given.plan, config, given.config, show)
             folder = training.make_run(path, config, planned, show)
         report = training.train_new(folder, show)
-    print_result(report, console)
+    print_end(report, console)
     console.answer({"run": str(path), "measurement": report.measurement})
 
 
@@ -111,14 +111,14 @@ def train_until_done(
         run_detached(words, RunFolder(path), console)
         return
     from farspan.app import training
-    from farspan.cli.report_text import print_result
+    from farspan.cli.report_text import print_end
     from farspan.cli.show_updates import Show
 
     with Show(console) as show:
         report = training.train_until_done(
             path, config, given.config, show, without=tuple(given.without)
         )
-    print_result(report, console)
+    print_end(report, console)
     console.answer({"run": str(path), "measurement": report.measurement})
 
 
