@@ -4,6 +4,7 @@ piped."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
@@ -107,15 +108,18 @@ class TrainingDisplay:
                 self._print_validation(event)
             case Saved():
                 if self._live is None:
-                    saved = f"saved {event.path}, {format_bytes(event.size_bytes)}"
+                    name = Path(event.path).name
+                    saved = f"saved {name}, {format_bytes(event.size_bytes)}"
                     self._print_line(f"step {event.step:,} · {saved}")
             case Rescheduled():
                 self._print_line(f"step {event.step:,} · {event}")
             case Warned():
                 self._print_line(f"warning: {event.message}", "yellow")
             case Finished():
-                took = format_seconds(event.seconds)
-                text = f"{ending(event.reason, event.step)} after {took}"
+                text = f"{ending(event.reason, event.step)} after {format_seconds(event.seconds)}"
+                started = self._so_far.started
+                if started is not None and started.used_s:
+                    text += f", {format_seconds(started.used_s + event.seconds)} in all"
                 self._print_line(f"step {event.step:,} · {text}")
 
     def _print_validation(self, event: Validated) -> None:
