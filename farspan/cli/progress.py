@@ -118,7 +118,7 @@ class TrainingDisplay:
             case Finished():
                 text = f"{ending(event.reason, event.step)} after {format_seconds(event.seconds)}"
                 started = self._so_far.started
-                if started is not None and started.used_s:
+                if started is not None and started.step:
                     text += f", {format_seconds(started.used_s + event.seconds)} in all"
                 self._print_line(f"step {event.step:,} · {text}")
 

@@ -247,7 +247,7 @@ def test_display_reports_the_end_of_a_run_for_every_reason():
 def test_end_of_a_resumed_run_counts_the_time_of_earlier_starts():
     console = piped()
     display = TrainingDisplay(make_plan(10), console, Clock())
-    display.show(msgspec.structs.replace(started(START), used_s=100.0))
+    display.show(msgspec.structs.replace(started(START), step=3, used_s=100.0))
     display.show(Finished(at=0.0, step=5, reason="deadline", seconds=20.0))
     last = lines_of(console)[-1]
     assert last == "step 5 · used up its time budget after 20 s, 2 min 00 s in all"
