@@ -17,7 +17,7 @@ from typing import Any
 from farspan.domain import catalog
 from farspan.domain.cluster import Cluster, Host
 from farspan.domain.escapes import shell_word
-from farspan.domain.problems import Refusal
+from farspan.domain.problems import Refusal, command
 from farspan.domain.run import make_cache_folder
 from farspan.launch.cluster_exporter import ClusterExporter
 from farspan.launch.own_release import build_own_wheel
@@ -114,7 +114,7 @@ def _check(name: str, cluster: Cluster, accesses: Mapping[str, SshAccess]) -> No
             what="SkyPilot cannot have these hosts",
             where="--to skypilot",
             fact="; ".join(reasons),
-            remedy="farspan train run.yaml --cluster, with the same cluster",
+            remedy=command("train", "run.yaml", "--cluster", cluster.name),
         )
 
 

@@ -42,6 +42,7 @@ CHECKED_FUNCTIONS = {
     "rebuild_command",
     "_setting_unit_remedy",
     "_upload_command",
+    "doctor_command",
     "resume_command",
     "serve_command",
     "setting_remedy",
@@ -276,6 +277,12 @@ def test_raw_names_in_remedies_are_found():
         "raw.py:14: ['rm', path]",
         "raw.py:9: path",
     ]
+
+
+def test_remedies_leave_no_cluster_to_be_looked_up():
+    for folder in PACKAGES:
+        for path in (ROOT / folder).rglob("*.py"):
+            assert "with the same cluster" not in path.read_text(), path
 
 
 def test_names_in_remedies_are_quoted():

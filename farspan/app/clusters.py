@@ -8,7 +8,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from farspan.app.extensions import find_extensions
-from farspan.domain.cluster import Cluster, Link
+from farspan.domain.cluster import THIS_MACHINE, Cluster, Link
 from farspan.domain.cluster_json import load_cluster_json
 from farspan.domain.config import ParallelConfig, RunConfig, SlurmConfig
 from farspan.domain.plan import PlannedDevice
@@ -16,7 +16,6 @@ from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.struct_files import load, load_yaml
 from farspan.domain.units import parse_duration
-from farspan.launch.clusters import THIS_MACHINE
 from farspan.launch.slurm_allocation import SLURM
 from farspan.planning.quantities import parse_positive
 
@@ -29,7 +28,7 @@ def find_cluster(name: str, *, as_written: bool = False) -> Cluster:
     prefix, _, rest = name.partition(":")
     if is_external(name):
         cluster: Cluster = find_extensions("clusters")[prefix].load()(rest)
-        return cluster
+        return cluster.named(name)
     return clusters.find_cluster(name, as_written=as_written)
 
 
@@ -54,8 +53,9 @@ def _read_cluster(run: RunFolder, path: Path) -> Cluster:
         from farspan.launch.slurm_allocation import enter_allocation
         from farspan.launch.slurm_sites import enter_sites, recorded_site_jobs
 
-        return enter_sites(enter_allocation(cluster), recorded_site_jobs(run))
-    return cluster
+        cluster = enter_sites(enter_allocation(cluster), recorded_site_jobs(run))
+        return cluster.named(SLURM)
+    return cluster.named(str(run.cluster))
 
 
 def is_here(parallel: ParallelConfig) -> bool:
@@ -89,7 +89,7 @@ def given_cluster(config: RunConfig, *, reach: bool) -> Cluster | None:
     split_launcher(config.parallel.launcher)
     name = config.parallel.cluster
     if find_launcher(config.parallel) == SLURM:
-        cluster = _slurm_cluster(config)
+        cluster = _slurm_cluster(config).named(SLURM)
     elif name is None or name == THIS_MACHINE:
         return None
     else:

@@ -18,7 +18,7 @@ from farspan.app.plans import Planned, best_plan, device_places, write_planned
 from farspan.app.resolving import Resolved
 from farspan.app.updates import Note, Progress, ignore_update
 from farspan.corpus.find_prepared import find_corpus
-from farspan.domain.cluster import Cluster
+from farspan.domain.cluster import THIS_MACHINE, Cluster
 from farspan.domain.cluster_json import load_cluster_json, save_cluster_json
 from farspan.domain.config import ParallelConfig, RunConfig
 from farspan.domain.corpus import CorpusManifest
@@ -28,7 +28,6 @@ from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.struct_files import load, load_yaml, save
 from farspan.domain.units import counted, format_bytes, format_seconds, format_usd, short_time
-from farspan.launch.clusters import THIS_MACHINE
 from farspan.planning.device_modes import settle_asked
 
 

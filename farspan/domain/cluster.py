@@ -37,6 +37,10 @@ Origin = Literal["catalogue", "given", "measured", "derived"]
 SITE_RTT_S = UNKNOWN_SITE.rtt_s
 SITE_BANDWIDTH = UNKNOWN_SITE.rate
 LINK_BANDWIDTH = UNKNOWN_LINK.rate
+#: What `--cluster` calls this machine as it is.
+THIS_MACHINE = "here"
+#: What stands in commands for a cluster that nobody has named.
+UNNAMED = "CLUSTER"
 
 #: Variables of a worker's environment, for `WorkerSlot.enter`: STARTING is set where the worker may
 #: start unconfined; READY then names a file a line and what to write there, `FILE=TEXT`, once it
@@ -224,6 +228,13 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     preemptions_per_s: float | msgspec.UnsetType = msgspec.UNSET
     #: Whether its interpreter has Triton, PyTorch's compiler for GPUs; unset where nobody looked.
     triton: bool | msgspec.UnsetType = msgspec.UNSET
+    #: What `--cluster` takes for its cluster, for the commands of remedies; no file has it.
+    cluster: str | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def cluster_name(self) -> str:
+        """What `--cluster` takes for its cluster, or a word in its place."""
+        return UNNAMED if self.cluster is msgspec.UNSET else self.cluster
 
 
 class Site(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -275,6 +286,15 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     links: tuple[Link, ...] = ()
     #: Measured seconds of an all-reduce over all devices, by its bytes.
     allreduce_s: dict[int, float] = {}
+
+    @property
+    def name(self) -> str:
+        """What `--cluster` takes for it, or a word in its place."""
+        return self.hosts[0].cluster_name if self.hosts else UNNAMED
+
+    def named(self, name: str) -> Cluster:
+        """Return the same cluster as one that `--cluster` calls `name`."""
+        return self.with_hosts(lambda host: msgspec.structs.replace(host, cluster=name))
 
     @property
     def summary(self) -> str:

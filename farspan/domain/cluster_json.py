@@ -17,6 +17,10 @@ def as_json(cluster: Cluster) -> dict[str, Any]:
     for device in _devices(content):
         for part in dict.fromkeys(PART_OF.values()):
             device |= device.pop(part)
+    # What the user called it is no figure of it.
+    for site in content["sites"]:
+        for host in site["hosts"]:
+            host.pop("cluster", None)
     return content
 
 

@@ -281,6 +281,11 @@ class RunFolder:
         train."""
         return command("resume", os.environ.get(HOME_VARIABLE, self.path))
 
+    def doctor_command(self) -> str:
+        """Write the command that examines the run's hosts and links, on the same machine."""
+        folder = Path(os.environ.get(HOME_VARIABLE, self.path))
+        return command("doctor", "--cluster", folder / self.cluster.name)
+
     def prepare_command(self) -> str:
         """Write the command that makes the run's corpus whole, on the same machine."""
         return command("prepare", Path(os.environ.get(HOME_VARIABLE, self.path)) / self.config.name)

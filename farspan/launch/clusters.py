@@ -7,7 +7,8 @@ import re
 from importlib import resources
 from pathlib import Path
 
-from farspan.domain.cluster import Cluster
+from farspan.domain.cluster import THIS_MACHINE, Cluster
+from farspan.domain.cluster_json import load_cluster_json
 from farspan.domain.clusterfile import load_cluster
 from farspan.domain.config import SlurmConfig
 from farspan.domain.escapes import shell_line, shell_word
@@ -23,9 +24,6 @@ from farspan.launch.slurm_allocation import (
     offered_cluster,
 )
 
-#: What `--cluster` calls this machine as it is.
-THIS_MACHINE = "here"
-
 
 def shipped_clusters() -> dict[str, Path]:
     """Return the files of the clusters that ship with farspan, by name (`fabric/gat-amst`)."""
@@ -35,12 +33,17 @@ def shipped_clusters() -> dict[str, Path]:
 
 
 def find_cluster(name: str, *, as_written: bool = False) -> Cluster:
-    """Load the cluster of a file or a name, with `:N` its first N devices, this machine (`here`),
-    the one that Ray runs at `ray:ADDRESS`, or the nodes of a Slurm job (`slurm`).
+    """Load the cluster of a file, of a run's cluster.json or of a name, with `:N` its first N
+    devices, this machine (`here`), the one that Ray runs at `ray:ADDRESS`, or the nodes of a Slurm
+    job (`slurm`).
 
     Hosts have the interpreters that `farspan cluster up` has made, or those of the file
     (`as_written`).
     """
+    return _load_cluster(name, as_written).named(name)
+
+
+def _load_cluster(name: str, as_written: bool) -> Cluster:
     if name == SLURM:
         if in_allocation():
             return allocated_cluster("auto", None)
@@ -51,7 +54,11 @@ def find_cluster(name: str, *, as_written: bool = False) -> Cluster:
         return read_cluster(name.removeprefix("ray:"))
     count = re.search(r":(\d+)$", name)
     whole = name[: count.start()] if count else name
-    cluster = this_machine() if whole == THIS_MACHINE else load_cluster(_cluster_path(whole))
+    if whole == THIS_MACHINE:
+        cluster = this_machine()
+    else:
+        path = _cluster_path(whole)
+        cluster = load_cluster_json(path) if path.suffix == ".json" else load_cluster(path)
     if not as_written:
         cluster = cluster.with_hosts(with_own_python)
     if not count:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from farspan.domain.cluster import Cluster, Host
 from farspan.domain.escapes import shell_word
 from farspan.domain.gpus import judge_gpus
-from farspan.domain.problems import Finding
+from farspan.domain.problems import Finding, command
 from farspan.domain.units import format_bytes, format_seconds
 from farspan.launch.link_measurement import HostPath
 from farspan.launch.network_examination import PRIVATE_INTERFACE, Examination, host_address
@@ -98,7 +98,7 @@ def _diagnose_failed_path(
         both = f"both {a} and {b} are" if _is_translated(back, examined) else f"{b} is"
         what = f"{both} behind address translation (NAT), and {a} does not get in to {b}"
         remedy = (
-            "farspan cluster secure, with the same cluster, joins them by WireGuard; or let TCP "
+            f"join them by WireGuard: {command('cluster', 'secure', cluster.name)}; or let TCP "
             f"from {shell_word(a)} in to {host_word} at its router or cloud firewall"
         )
     elif back.failed is None:
@@ -182,7 +182,7 @@ def _host_findings(host: Host, examined: Examination) -> Iterator[Finding]:
             what=f"{host.name} lacks {' and '.join(missing)}",
             where=where,
             fact=f"not installed for {host.python} there",
-            remedy="farspan cluster up, with the same cluster",
+            remedy=command("cluster", "up", host.cluster_name),
         )
 
 

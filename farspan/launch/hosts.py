@@ -25,7 +25,7 @@ import msgspec
 from farspan.domain.cluster import Host
 from farspan.domain.decoding import convert_value, decode_json
 from farspan.domain.escapes import shell_line, shell_word
-from farspan.domain.problems import Problem, Refusal
+from farspan.domain.problems import Problem, Refusal, command
 from farspan.launch.reach_faults import EntryFault, explain_fault
 
 #: Commands that stay, as clients of a process elsewhere. They pass its standard input on, and no
@@ -136,7 +136,7 @@ def start_shell(host: Host, text: str, **streams: int) -> subprocess.Popen[bytes
             what=f"{host.name} cannot be reached",
             where=f"host {host.name}",
             fact=f"{words[0]}: {error.strerror}",
-            remedy="farspan doctor --cluster, with the same cluster",
+            remedy=command("doctor", "--cluster", host.cluster_name),
         ) from None
 
 

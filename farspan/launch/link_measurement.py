@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from farspan.domain.cluster import Link
+from farspan.domain.cluster import Host, Link
 from farspan.domain.clusterfile import MAX_LOSS
-from farspan.domain.problems import Refusal
+from farspan.domain.problems import Refusal, command
 from farspan.launch.hosts import Agent
 
 #: A connection that has not come about by then will not: three SYNs, sent after 0, 1 and 3 s.
@@ -114,20 +114,20 @@ def measure_round_trip(a: Agent, b: Agent, pings: int = QUICK_PINGS) -> HostPath
     )
 
 
-def require_reached(path: HostPath) -> HostPath:
-    """Return the path; refuse one that has failed (host-unreachable)."""
+def require_reached(path: HostPath, host: Host) -> HostPath:
+    """Return the path of `host`; refuse one that has failed (host-unreachable)."""
     if path.failed:
-        raise unreachable_link(path.a, path.b, f"{path.failed}: {path.fact}")
+        raise unreachable_link(host, path.b, f"{path.failed}: {path.fact}")
     return path
 
 
-def unreachable_link(a: str, b: str, fact: str) -> Refusal:
+def unreachable_link(a: Host, b: str, fact: str) -> Refusal:
     return Refusal(
         "host-unreachable",
-        what=f"{a} cannot reach {b}",
-        where=f"link {a} -> {b}",
+        what=f"{a.name} cannot reach {b}",
+        where=f"link {a.name} -> {b}",
         fact=fact,
-        remedy="farspan doctor --cluster, with the same cluster",
+        remedy=command("doctor", "--cluster", a.cluster_name),
     )
 
 
@@ -178,8 +178,8 @@ def measure_bandwidth(a: Agent, b: Agent, streams: int, rtt_s: float) -> Streame
 
 
 def measure_link(a: Agent, b: Agent, activation_bytes: int) -> Link:
-    there = require_reached(measure_round_trip(a, b, NUM_PINGS))
-    back = require_reached(measure_round_trip(b, a, NUM_PINGS))
+    there = require_reached(measure_round_trip(a, b, NUM_PINGS), a.host)
+    back = require_reached(measure_round_trip(b, a, NUM_PINGS), b.host)
     rtt_s = min(there.rtt_s or 0.0, back.rtt_s or 0.0)
     jitter_s = max(there.jitter_s or 0.0, back.jitter_s or 0.0)
     streamed = {count: measure_bandwidth(a, b, count, rtt_s) for count in STREAMS}

@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from farspan.domain.cgroup_limits import CgroupLimit
-from farspan.domain.cluster import Cluster, Host
+from farspan.domain.cluster import THIS_MACHINE, Cluster, Host
 from farspan.domain.decoding import convert_value, decode_json
 from farspan.domain.device_report import DeviceReport
 from farspan.domain.gpus import Nvidia, Wheel, judge_gpus
@@ -28,7 +28,7 @@ from farspan.domain.probe_requests import (
     Query,
     ReportQuery,
 )
-from farspan.domain.problems import Problem, Refusal
+from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.train import Precision, TrainSpec
 from farspan.domain.units import format_bytes
 from farspan.launch.agent import nvidia
@@ -44,7 +44,7 @@ CAPS_TIMEOUT_S = 30.0
 KILLED_CODES = (-signal.SIGKILL, 128 + signal.SIGKILL)
 #: What mends too little memory while a run is planned.
 SMALLER_BATCH = "set a smaller model or train.batch.global in run.yaml"
-LOCAL_HOST = Host(name="localhost", devices=(), enter=())
+LOCAL_HOST = Host(name="localhost", devices=(), enter=(), cluster=THIS_MACHINE)
 
 
 class Probe:
@@ -82,7 +82,7 @@ class Probe:
 
     def describe_devices(self, backend: str, workers: int | None) -> Cluster:
         """Describe this machine's devices as a cluster of one host."""
-        return self.ask(DescribeQuery(backend, workers), Cluster)
+        return self.ask(DescribeQuery(backend, workers), Cluster).named(THIS_MACHINE)
 
     def report_devices(self, backend: str) -> tuple[DeviceReport, ...]:
         """Report which fast paths this machine's devices take, and who holds them."""
@@ -155,7 +155,7 @@ class Probe:
                 what="the trial process ended without an answer",
                 where=where,
                 fact=fact,
-                remedy="farspan doctor --cluster, with the same cluster",
+                remedy=command("doctor", "--cluster", self._host.cluster_name),
             )
         limit, peak = self._limit_and_peak()
         return Refusal(

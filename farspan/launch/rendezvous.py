@@ -66,7 +66,7 @@ def arrange_rendezvous(hosts: Sequence[Host], agents: AgentPool) -> Rendezvous:
 def interface_towards(a: Host, b: Host, path: HostPath) -> str:
     """Return the interface of `a` towards `b`, which must have answered. Raises Refusal
     (host-unreachable)."""
-    require_reached(path)
+    require_reached(path, a)
     name = a.interface or path.interface
     if name is None:
         # Systems other than Linux name none, and Linux none for a second address of an interface.
@@ -82,5 +82,5 @@ def interface_towards(a: Host, b: Host, path: HostPath) -> str:
         )
     if PRIVATE_INTERFACE.match(name):
         fact = f"it would use the interface {name}, which only that machine sees"
-        raise unreachable_link(a.name, b.name, fact)
+        raise unreachable_link(a, b.name, fact)
     return name

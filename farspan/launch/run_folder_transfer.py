@@ -16,7 +16,7 @@ from farspan.domain.corpus import TOKEN_FILES, CorpusManifest, token_file_sizes
 from farspan.domain.file_transfer import send_files
 from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan
-from farspan.domain.problems import Refusal
+from farspan.domain.problems import Refusal, command
 from farspan.domain.run import SURVIVORS_FOLDER, RunFolder, RunRecord
 from farspan.domain.struct_files import load, missing_path, to_json
 from farspan.launch.checkpoint_mirror import CheckpointMirror, FlawOf
@@ -185,7 +185,7 @@ class RemoteRun:
                 what=f"{self._host.name} does not take the run's files",
                 where=f"{self._host.name}, {folder}",
                 fact=message[-300:] or f"exit code {process.returncode}",
-                remedy="farspan doctor --cluster, with the same cluster",
+                remedy=command("doctor", "--cluster", self._host.cluster_name),
             )
 
 

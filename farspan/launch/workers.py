@@ -23,7 +23,7 @@ from farspan.domain.epoch_fence import CLAIM_VARIABLE, EPOCH_VARIABLE, Epoch
 from farspan.domain.own_files import open_own
 from farspan.domain.plan import Plan, PlannedDevice
 from farspan.domain.preemption_problem import NOTICE_VARIABLE
-from farspan.domain.problems import Refusal
+from farspan.domain.problems import Refusal, command
 from farspan.domain.run import (
     HOME_VARIABLE,
     SURVIVOR_WRITE_S,
@@ -427,7 +427,7 @@ class Workers(ABC):
                             f"it was killed {KILL_TIMEOUT_S:.0f} s ago and is still there: it may "
                             "wait for a disk or a driver"
                         ),
-                        remedy="farspan doctor --cluster, with the same cluster",
+                        remedy=command("doctor", "--cluster", process.host.cluster_name),
                     ) from None
 
     def __exit__(self, *exc_info: object) -> None:

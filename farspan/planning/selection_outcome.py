@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from farspan.domain.escapes import yaml_word
-from farspan.domain.problems import Problem, Refusal
+from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.trial import Trial
 from farspan.domain.units import counted, format_count, format_seconds, short_time
 from farspan.planning.candidate import Candidate
@@ -86,7 +86,7 @@ def nothing_runs(
             what=f"of {plans} that were tried {failures}",
             where=candidate_name(candidate),
             fact=trial.problem.fact if trial.problem else "it made no step",
-            remedy="farspan doctor --cluster, with the same cluster",
+            remedy=command("doctor", "--cluster", ranking.cluster.name),
         )
     elif ran or ranking.candidates:
         problem = problem_of_unchosen((*ran, *ranking.candidates)[0])

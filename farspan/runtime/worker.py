@@ -534,7 +534,7 @@ def check_plan(plan: Plan, run: RunFolder, rank: int, world: int) -> None:
         )
 
 
-def check_version(notices: Notices, rank: int) -> None:
+def check_version(notices: Notices, run: RunFolder, rank: int) -> None:
     """Refuse to work with a rank 0 of another version: what they send each other may differ."""
     ours = f"farspan {__version__}, torch {torch.__version__.split('+')[0]}"
     if rank == 0:
@@ -548,7 +548,7 @@ def check_version(notices: Notices, rank: int) -> None:
             what="the workers are of unlike versions",
             where=f"rank {rank} on {platform.node()}",
             fact=f"here {ours}; rank 0 has {theirs}",
-            remedy="farspan doctor --cluster, with the same cluster",
+            remedy=run.doctor_command(),
         )
 
 
@@ -594,7 +594,7 @@ def main() -> int:
     try:
         notices = connect_workers(rank, world, run_secret(world))
         if notices is not None:
-            check_version(notices, rank)
+            check_version(notices, run, rank)
             share_files(notices, rank, world, run)
         given = load(Path(sys.argv[1]).expanduser(), Plan)
         check_plan(given, run, rank, world)

@@ -10,7 +10,7 @@ import msgspec
 
 from farspan.domain.cost import Estimate
 from farspan.domain.plan import Plan, Replica
-from farspan.domain.problems import Problem
+from farspan.domain.problems import Problem, command
 from farspan.domain.units import format_bytes
 from farspan.estimate.estimate_plan import price, step
 from farspan.techniques._bounds import passes_s
@@ -90,4 +90,4 @@ def _remedy(task: Task, backend: str, needed: float, rank: int) -> str:
     fitting = int(task.capacity(rank) * num_devices // needed)
     if backend == "cpu" and num_devices > 1 and fitting >= 1:
         return f"set parallel.workers: {fitting:d}"
-    return "ask what fits: farspan fit model, with the same cluster"
+    return f"ask what fits: {command('fit', 'model', '--cluster', task.cluster.name)}"

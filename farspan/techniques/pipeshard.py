@@ -20,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from farspan.domain.plan import Plan, Replica
-from farspan.domain.problems import Problem
+from farspan.domain.problems import Problem, command
 from farspan.estimate.estimate_plan import step
 from farspan.techniques import shard
 from farspan.techniques._bounds import passes_s, stages_s
@@ -74,7 +74,7 @@ def no_pipeline_fits(task: Task) -> Problem:
         "no pipeline fits these devices",
         "the cluster",
         f"{len(task.ranks)} devices, batch {task.train.batch}",
-        "ask what fits: farspan fit model, with the same cluster",
+        f"ask what fits: {command('fit', 'model', '--cluster', task.cluster.name)}",
     )
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import msgspec
 
 from farspan.app import clusters
-from farspan.domain.cluster import Cluster, Device, Host
-from farspan.launch.clusters import THIS_MACHINE
+from farspan.domain.cluster import THIS_MACHINE, Cluster, Device, Host
 from farspan.semantics.identity import cluster_hash
 from farspan_studies.bench.matrix import Matrix
 

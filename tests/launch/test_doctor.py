@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shlex
 import shutil
 import socket
 import struct
@@ -20,13 +21,16 @@ import pytest
 import torch
 
 from farspan.domain.cluster import Cluster, Device, Host, Site
+from farspan.domain.cluster_json import as_json, load_cluster_json, save_cluster_json
 from farspan.domain.clusterfile import save_cluster
 from farspan.domain.gpus import Gpu, Nvidia, Wheel
 from farspan.domain.problems import Refusal
+from farspan.domain.run import HOME_VARIABLE, RunFolder
 from farspan.launch import agent, rendezvous
+from farspan.launch.clusters import find_cluster
 from farspan.launch.findings import OLDEST_PYTHON, list_findings
-from farspan.launch.hosts import Agent, by_client, host_command
-from farspan.launch.link_measurement import HostPath
+from farspan.launch.hosts import Agent, by_client, host_command, start_shell
+from farspan.launch.link_measurement import HostPath, require_reached
 from farspan.launch.network_examination import Examination, HostFacts, examine_cluster, pair_rounds
 from farspan.launch.probe_client import Probe
 from farspan_lab import spec, state
@@ -184,6 +188,51 @@ def test_host_whose_enter_command_fails_is_unreachable_with_its_error_message():
     (finding,) = refused(cluster, examine_cluster(cluster, streams=()))
     assert (finding.code, finding.where) == ("host-unreachable", "host far")
     assert "no such container" in finding.fact
+
+
+def test_remedies_of_hosts_and_links_name_the_cluster_as_the_user_did(tmp_path):
+    file = tmp_path / "my cluster.yaml"
+    enter = "enter: [no-such-command]"
+    file.write_text(
+        f"sites: {{a: {{hosts: {{x: {{devices: [t4, t4], {enter}}}, y: {{devices: [t4]}}}}}}}}"
+    )
+    cluster = find_cluster(f"{file}:2")
+    host = cluster.hosts[0]
+    with pytest.raises(Refusal) as entered:
+        start_shell(host, "true")
+    path = HostPath(a="x", b="y", failed="timeout")
+    with pytest.raises(Refusal) as reached:
+        require_reached(path, host)
+    for met in (entered, reached):
+        assert met.value.problem.remedy == f"farspan doctor --cluster '{file}:2'"
+    # What it is called is no figure of it: neither plans nor measurements depend on it.
+    assert as_json(cluster) == as_json(cluster.named("another"))
+    without_packages = facts(packages={"torch": None})
+    examined = Examination(hosts={"x": without_packages}, unreachable={}, ways=())
+    assert list_findings(cluster, examined)[-1].remedy == f"farspan cluster up '{file}:2'"
+
+
+def test_cluster_of_a_run_is_named_by_its_file_which_doctor_takes(tmp_path, monkeypatch):
+    run = RunFolder(tmp_path / "my run")
+    run.make()
+    written = Cluster(sites=(Site(name="a", hosts=(Host(name="x", devices=(CPU,)),)),))
+    save_cluster_json(written.named("cluster.yaml"), run.cluster)
+    assert load_cluster_json(run.cluster) == written
+    words = shlex.split(run.doctor_command())
+    assert words[:-1] == ["farspan", "doctor", "--cluster"]
+    assert find_cluster(words[-1]) == written.named(str(run.cluster))
+    # On another machine: the folder where farspan was asked to train.
+    monkeypatch.setenv(HOME_VARIABLE, "/home/me/runs/a b")
+    assert run.doctor_command() == "farspan doctor --cluster '/home/me/runs/a b/cluster.json'"
+
+
+def test_trial_process_that_ends_here_has_a_remedy_for_this_machine():
+    with pytest.raises(Refusal) as met, Probe() as probe:
+        probe._process.kill()
+        probe._process.wait()
+        probe._process.returncode = 1
+        probe.describe_devices("cpu", 1)
+    assert met.value.problem.remedy == "farspan doctor --cluster here"
 
 
 def test_host_that_never_answers_is_given_up_after_the_start_limit(monkeypatch):

@@ -249,7 +249,7 @@ def test_largest_model_follows_memory_used_in_trials_when_all_run_out_of_it():
 
 
 def test_missing_memory_is_reported_when_some_trials_fail_otherwise():
-    here = cluster((FAST, FAST), (SLOW, SLOW), rtt_s=0.01)
+    here = cluster((FAST, FAST), (SLOW, SLOW), rtt_s=0.01).named("my.yaml")
     crashed = Problem(
         code="worker-lost", what="rank 0 was lost", where="rank 0", fact="a crash", remedy="none"
     )
@@ -271,6 +271,7 @@ def test_missing_memory_is_reported_when_some_trials_fail_otherwise():
     )
     refusal = nothing_runs(found.ranking, tried[:1], asked("gpt2-medium")).problem
     assert refusal.code == "cannot-plan" and refusal.fact == "a crash"
+    assert refusal.remedy == "farspan doctor --cluster my.yaml"
 
 
 def test_machines_are_chosen_among_twenty_devices():

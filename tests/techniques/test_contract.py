@@ -157,7 +157,7 @@ def test_technique_that_does_not_fit_names_the_device_and_missing_memory():
     host = msgspec.structs.replace(where.sites[0].hosts[0], devices=(small,))
     where = msgspec.structs.replace(
         where, sites=(msgspec.structs.replace(where.sites[0], hosts=(host,)),)
-    )
+    ).named("my cluster.yaml")
     made = techniques.technique("data").plan(task(random_model(random.Random(1), layers=6), where))
     assert isinstance(made, Problem) and made.code == "out-of-memory"
     assert (
@@ -165,6 +165,7 @@ def test_technique_that_does_not_fit_names_the_device_and_missing_memory():
         and "s0h0" in made.where
         and "usable 270 MB of 300 MB" in made.fact
     )
+    assert made.remedy == "ask what fits: farspan fit model --cluster 'my cluster.yaml'"
 
 
 def test_a_technique_that_does_not_exist_is_refused_with_the_nearest():
