@@ -26,6 +26,7 @@ CHECKED_FUNCTIONS = {
     "_mending",
     "_missing_extra",
     "_moving_remedy",
+    "_new_run_remedy",
     "_psql_command",
     "_remedy",
     "advise",

@@ -49,6 +49,16 @@ def require_gguf_library() -> None:
         )
 
 
+def unused_path(path: Path) -> Path:
+    """Return a path at which nothing lies: this one, or the first of `path-2`, `path-3`, ..."""
+    unused = path
+    number = 1
+    while unused.exists():
+        number += 1
+        unused = Path(f"{path}-{number}")
+    return unused
+
+
 def refuse_existing(path: Path, remedy: str) -> None:
     """Refuse a path where anything lies: nothing is ever written over."""
     # "new/.." is this folder as soon as "new" is made, and until then it does not exist.

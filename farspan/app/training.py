@@ -26,13 +26,14 @@ from farspan.app.plans import (
     planned_devices,
     write_planned,
 )
-from farspan.app.preflight_checks import refuse_existing, require_torch
+from farspan.app.preflight_checks import refuse_existing, require_torch, unused_path
 from farspan.app.reporting import Report, write_report
 from farspan.app.resolving import resolve_run
 from farspan.app.tracking import tracking_run
 from farspan.app.updates import Ended, Note, Progress, ignore_update, note_reporter
 from farspan.corpus.hub_models import find_model_folder
 from farspan.domain.config import RunConfig
+from farspan.domain.escapes import shell_word
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import ID_BYTES, RunFolder, RunRecord
 from farspan.domain.run_events import STOP_REASONS, Started, read_events
@@ -85,7 +86,7 @@ def make_run(
     if location := shared_disk(config.checkpoint, path):
         progress(Note(f"{location} is on the run's own disk: a lost disk loses both"))
     # Again: it may have been made while this run was planned.
-    refuse_existing(path, command("train", "run.yaml", "--run", f"{path}-2"))
+    refuse_existing(path, f"--run {shell_word(unused_path(path))}")
     run = RunFolder(path)
     initial = base = None
     initial_weights = ""

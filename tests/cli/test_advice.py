@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from farspan.app.clusters import given_cluster
 from farspan.cli import main as cli
 from farspan.domain.config import ParallelConfig, RunConfig
 from farspan.domain.problems import EXIT_CODES, Finding, exit_code_of
+from farspan.domain.run import RunFolder
+from farspan.launch.run_lock import Lease
 from tests.cli.conftest import Farspan
 
 PRICED = ("plan", "--model", "gpt2", "--cluster", "fabric/gat-amst")
@@ -163,6 +166,43 @@ def test_run_that_is_not_there_brings_no_other_run(here: Farspan, tmp_path: Path
         (tmp_path / "runs" / name / "plan.json").write_text("{}")
     assert fix_of(here("report", "runs/b", cwd=tmp_path)) == "see them: farspan status"
     assert fix_of(here("report", "runs/papres", cwd=tmp_path)) == "use runs/papers"
+
+
+GIVEN = (
+    *("run.yaml", "--cluster", "my cluster.yaml", "--launcher", "torchrun"),
+    *("--set", "train.steps=7", "--run", "runs/a b"),
+)
+
+
+def test_second_train_brings_the_same_command_for_a_folder_that_is_free(
+    here: Farspan, tmp_path: Path
+) -> None:
+    (tmp_path / "run.yaml").write_text("data: docs\n")
+    run = RunFolder(tmp_path / "runs" / "a b")
+    run.make()
+    run.plan.write_text("{}")
+    (tmp_path / "runs" / "a b-2").mkdir()
+    words = shlex.split(fix_of(here("train", *GIVEN, "--detach", cwd=tmp_path)), comments=True)
+    assert words == ["farspan", "train", *GIVEN[:-1], "runs/a b-3", "--detach"]
+    fix = fix_of(here("train", *GIVEN, cwd=tmp_path))
+    assert fix.endswith("   # to go on with this one: farspan resume 'runs/a b'")
+    # A run that is being trained cannot be resumed.
+    with Lease(run):
+        fix = fix_of(here("train", *GIVEN, cwd=tmp_path))
+    assert fix.endswith("   # this one is being trained: farspan status 'runs/a b'")
+    # What is no run cannot be either.
+    run.plan.rename(run.path / "another.json")
+    fix = fix_of(here("train", *GIVEN, cwd=tmp_path))
+    assert shlex.split(fix) == ["farspan", "train", *GIVEN[:-1], "runs/a b-3"]
+
+
+def test_sites_given_up_in_a_new_run_bring_the_same_command_that_may_resume(
+    here: Farspan, tmp_path: Path
+) -> None:
+    (tmp_path / "run.yaml").write_text("data: docs\n")
+    without = ("--without", "a", "--without", "b c")
+    fix = fix_of(here("train", *GIVEN, *without, cwd=tmp_path))
+    assert shlex.split(fix) == ["farspan", "train", *GIVEN, "--until-done", *without]
 
 
 def test_folder_in_place_of_a_cluster_brings_the_files_in_it(here: Farspan, tmp_path: Path) -> None:

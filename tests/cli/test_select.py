@@ -143,8 +143,11 @@ def test_a_model_that_no_device_holds_whole_is_measured_by_its_plans(desk):
 
 def test_a_plan_is_not_written_over(farspan, desk):
     (desk / "there.json").write_text("{}")
-    done = farspan("select", "run.yaml", "-o", "there.json", "--json")
-    assert json.loads(done.stdout)["problem"]["code"] == "run-exists"
+    words = ("select", "run.yaml", "--cluster", "here", "--budget", "1m")
+    done = farspan(*words, "-o", "there.json", "--json")
+    problem = json.loads(done.stdout)["problem"]
+    assert problem["code"] == "run-exists"
+    assert problem["remedy"] == f"farspan {' '.join(words)} -o there-2.json"
     assert (desk / "there.json").read_text() == "{}"
 
 

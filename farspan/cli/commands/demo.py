@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from farspan.app.preflight_checks import unused_path
 from farspan.cli.console import Console
 from farspan.domain.config import BudgetConfig, IndexConfig, RunConfig
 from farspan.domain.problems import command
@@ -50,12 +51,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
         budget=BudgetConfig(time=given.time),
         index=IndexConfig(encoder="own", time=FIT_TIME),
     )
-    # `path`, or `path-2`, `path-3` ... where a demo was run before.
-    path = first = Path(given.run)
-    number = 1
-    while path.exists():
-        number += 1
-        path = first.with_name(f"{first.name}-{number}")
+    path = unused_path(Path(given.run))
     console.write_line("== text, tokens, plan")
     with Show(console) as show:
         folder = training.plan_run(path, config, show, table=True)

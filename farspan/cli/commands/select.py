@@ -20,6 +20,7 @@ from farspan.cli.arguments import load_config, takes_config, words_again
 from farspan.cli.console import Console
 from farspan.cli.plan_flags import takes_objective
 from farspan.cli.plan_table import print_ranking, wrap_paragraph
+from farspan.domain.objective import TOLERANCE
 from farspan.domain.plan import Plan
 from farspan.domain.problems import command
 from farspan.domain.units import parse_duration
@@ -69,6 +70,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _trial_options(given: argparse.Namespace) -> list[object]:
+    """Return the options that were given, but for those of `words_again` and `-o`."""
+    options: list[object] = []
+    for name in ("algorithm", "budget", "objective", "tolerance", "epsilon", "delta"):
+        value = getattr(given, name)
+        if value not in (None, OWN, TOLERANCE):
+            options += [f"--{name}", value]
+    return options
+
+
 def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.app import choose_plan
     from farspan.app.predictions import check_tolerance
@@ -78,7 +89,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     config = load_config(given)
     out = given.out or Path("plan.json")
     free = out.with_stem(f"{out.stem}-2")
-    refuse_file(out, command("select", *words_again(given), "-o", free))
+    refuse_file(out, command("select", *words_again(given), *_trial_options(given), "-o", free))
     other = None if given.algorithm == OWN else load_algorithm(given.algorithm)
     if other is not None:
         other.check(given)

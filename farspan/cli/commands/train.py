@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 
 from farspan.app.configs import default_name
-from farspan.app.preflight_checks import refuse_existing
+from farspan.app.jobs import is_active
+from farspan.app.preflight_checks import refuse_existing, unused_path
 from farspan.cli.arguments import load_config, takes_config, takes_without, words_again
 from farspan.cli.console import Console
 from farspan.cli.detach import run_detached, takes_detach
@@ -49,9 +50,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
         print_unit(given, config, path, console)
         return
     if not given.until_done:
-        refuse_without(given)
-        remedy = command("train", given.config, "--run", f"{path}-2")
-        refuse_existing(path, f"{remedy}, or to go on: {command('resume', path)}")
+        refuse_without(given, path)
+        refuse_existing(path, _new_run_remedy(given, path))
     # Hosts of a run that goes on may be away.
     if given.up and not (given.until_done and path.exists()):
         _set_up(config, console)
@@ -80,7 +80,32 @@ def run(given: argparse.Namespace, console: Console) -> None:
     console.answer({"run": str(path), "measurement": report.measurement})
 
 
-def refuse_without(given: argparse.Namespace) -> None:
+def _new_run_remedy(given: argparse.Namespace, path: Path) -> str:
+    """Write the same command for another folder and, where a run lies at `path`, what to do with
+    that one."""
+    words = ["train", *words_again(given), "--run", unused_path(path)]
+    if given.plan is not None:
+        words += ["--plan", given.plan]
+    for option in ("up", "detach"):
+        if getattr(given, option):
+            words.append(f"--{option}")
+    run = RunFolder(path)
+    if not run.plan.exists():
+        return command(*words)
+    if is_active(run):
+        return f"{command(*words)}   # this one is being trained: {command('status', path)}"
+    return f"{command(*words)}   # to go on with this one: {command('resume', path)}"
+
+
+def until_done_words(given: argparse.Namespace, path: Path) -> list[object]:
+    """Return the words of the command that begins the run at `path` or resumes it."""
+    words = ["train", *words_again(given), "--run", path, "--until-done"]
+    for site in given.without:
+        words += ["--without", site]
+    return words
+
+
+def refuse_without(given: argparse.Namespace, path: Path) -> None:
     """Refuse to give sites up in a run that is yet to begin."""
     if given.without:
         raise Refusal(
@@ -88,7 +113,7 @@ def refuse_without(given: argparse.Namespace) -> None:
             what="--without is for a run that goes on",
             where="--without",
             fact="a new run uses the sites of its cluster file",
-            remedy=command("train", given.config, "--until-done", "--without", *given.without),
+            remedy=command(*until_done_words(given, path)),
         )
 
 
@@ -102,13 +127,10 @@ def train_until_done(
             what="--until-done makes its own plan",
             where="--plan",
             fact="the same command has to begin the run and to go on with it",
-            remedy=command("train", given.config, "--run", path, "--plan", given.plan),
+            remedy=command("train", *words_again(given), "--run", path, "--plan", given.plan),
         )
     if given.detach:
-        words = ["train", *words_again(given), "--run", path, "--until-done"]
-        for site in given.without:
-            words += ["--without", site]
-        run_detached(words, RunFolder(path), console)
+        run_detached(until_done_words(given, path), RunFolder(path), console)
         return
     from farspan.app import training
     from farspan.cli.report_text import print_end
