@@ -25,7 +25,7 @@ def bring_corpus(run: RunFolder, progress: Progress) -> None:
     Raises Refusal (path-missing) where the source is gone or holds other text. A run whose rank 0
     works on a host with a disk of its own continues without: that host may have a copy.
     """
-    from farspan.launch.folder_lock import lock_file
+    from farspan.launch.folder_lock import lock_run
     from farspan.launch.trust import save_record
 
     record = load(run.record, RunRecord)
@@ -57,7 +57,7 @@ def bring_corpus(run: RunFolder, progress: Progress) -> None:
             return
     if folder is not None and folder.resolve() != record.corpus_folder.resolve():
         moved = replace(record, corpus=str(folder.resolve()))
-        with lock_file(run.lock, "this run is being trained already", run.path):
+        with lock_run(run):
             save_record(run, moved)
 
 

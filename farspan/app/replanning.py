@@ -41,10 +41,10 @@ def replan_run(
     """Plan the rest of a run for another cluster (None: the same; `here`: this machine), by a
     technique or the best. Reports what changes, and makes the new plan the run's. Raises Refusal
     where nothing fits, and where the run is being trained."""
-    from farspan.launch.folder_lock import lock_file
+    from farspan.launch.folder_lock import lock_run
     from farspan.launch.probe_client import Probe
 
-    with lock_file(run.lock, "this run is being trained already", run.path):
+    with lock_run(run):
         try:
             copy_checkpoints(run, clusters.cluster_of_run(run))
         except Refusal as refusal:

@@ -45,7 +45,7 @@ from farspan.launch.copied_run import (
 )
 from farspan.launch.copies import CopyError
 from farspan.launch.copy_run import write_ledger
-from farspan.launch.folder_lock import lock_file
+from farspan.launch.folder_lock import lock_run
 from farspan.launch.trust import list_commands, plain_commands, seal_run
 
 #: Where what is fetched lies until all of it has come.
@@ -229,7 +229,7 @@ def fetch_missing_checkpoints(run: RunFolder, progress: Progress = ignore_update
     config = load_yaml(run.config, RunConfig)
     if not config.checkpoint.copies:
         return
-    with lock_file(run.lock, "this run is being trained already", run.path):
+    with lock_run(run):
         copies = _list_copies(run, config, progress)
         if not copies:
             return

@@ -271,7 +271,7 @@ def _claim(base: _Base) -> None:
             what=f"another farspan cluster up or down works on {host.name}",
             where=f"{host.name}, {base.folder}",
             fact="it holds the lock of that folder",
-            remedy=f"on {shell_word(host.name)}: fuser {shell_word(base.folder)}/lock",
+            remedy=f"on {shell_word(host.name)}: fuser -v {shell_word(base.folder)}/lock",
         )
 
 

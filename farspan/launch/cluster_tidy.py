@@ -112,7 +112,7 @@ def tidy_host(host: Host, *, runs: bool) -> TidiedHost:
                 what=f"another farspan cluster up or down works on {host.name}",
                 where=f"{host.name}, {folder}",
                 fact="it holds the lock of that folder",
-                remedy=f"on {shell_word(host.name)}: fuser {shell_word(folder)}/lock",
+                remedy=f"on {shell_word(host.name)}: fuser -v {shell_word(folder)}/lock",
             )
         with Agent(host, "tidy_agent.py") as agent:
             answer = agent.ask(

@@ -12,7 +12,8 @@ from typing import IO
 
 from farspan.domain.escapes import shell_word
 from farspan.domain.own_files import open_own
-from farspan.domain.problems import Refusal
+from farspan.domain.problems import Refusal, command
+from farspan.domain.run import RunFolder
 
 #: A process that only asks holds a lock for less than this.
 MAX_ASKING_S = 0.2
@@ -20,10 +21,11 @@ MAX_ASKING_S = 0.2
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
-def lock_file(path: Path, what: str, where: Path) -> IO[bytes]:
+def lock_file(path: Path, what: str, where: Path, remedy: str = "") -> IO[bytes]:
     """Lock a file for this process alone; the lock goes with the last process that has it open,
     however that ends. Raises Refusal (run-busy) with `what` is being done at `where` already,
-    and (path-unusable) where there are no locks."""
+    and (path-unusable) where there are no locks. `remedy` names the holder; by default the
+    programs that have the file open."""
     file = open_own(path, "ab")
     deadline = time.monotonic() + MAX_ASKING_S
     while not _try_lock(file, fcntl.LOCK_EX):
@@ -34,10 +36,16 @@ def lock_file(path: Path, what: str, where: Path) -> IO[bytes]:
                 what=what,
                 where=where,
                 fact="another process holds its lock",
-                remedy=f"fuser {shell_word(path)}",
+                remedy=remedy or f"fuser -v {shell_word(path)}",
             )
         time.sleep(MAX_ASKING_S / 10)
     return file
+
+
+def lock_run(run: RunFolder) -> IO[bytes]:
+    """Lock a run for this process alone. Raises Refusal (run-busy)."""
+    remedy = f"{command('status', run.path)}   # to end it: {command('stop', run.path)}"
+    return lock_file(run.lock, "this run is being trained already", run.path, remedy)
 
 
 def is_locked(path: Path) -> bool:

@@ -13,7 +13,7 @@ from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder, refuse_replaced
 from farspan.domain.run_events import Recovered, Started, read_events
 from farspan.domain.struct_files import parse_json, read_bytes
-from farspan.launch.folder_lock import lock_file
+from farspan.launch.folder_lock import lock_run
 
 #: Bytes of a checkpoint's manifest at most: more is damage.
 MAX_MANIFEST_BYTES = 2**28
@@ -35,7 +35,7 @@ class Lease:
 
     def __init__(self, run: RunFolder) -> None:
         self._run = run
-        self._lock = lock_file(run.lock, "this run is being trained already", run.path)
+        self._lock = lock_run(run)
         #: What was wrong with the ledger of epochs when the last start began, for people.
         self.mended: str | None = None
 

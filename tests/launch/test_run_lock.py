@@ -3,13 +3,16 @@ copy."""
 
 from __future__ import annotations
 
+import shlex
+
 import msgspec
 import pytest
 
 from farspan.domain.epoch_fence import read_ledger
-from farspan.domain.problems import Problem
+from farspan.domain.problems import Problem, Refusal
 from farspan.domain.run import RunFolder
 from farspan.domain.run_events import Environment, Event, Recovered, Started
+from farspan.launch.folder_lock import lock_file
 from farspan.launch.run_lock import Lease
 from tests.domain.test_epoch_fence import DAMAGED
 
@@ -41,6 +44,23 @@ def made(run: RunFolder, events: list[Event], saved: dict[int, int]) -> None:
         progress = {"step": step, "epoch": number, "plan": "p", "elapsed_s": 1.0}
         content = {"progress": progress, "tensors": {}, "checksum": "x"}
         (folder / "manifest.json").write_bytes(msgspec.json.encode(content))
+
+
+def test_busy_run_has_a_fix_that_shows_it_and_one_that_ends_it(tmp_path):
+    run = RunFolder(tmp_path / "my run")
+    run.make()
+    with Lease(run), pytest.raises(Refusal) as refused:
+        Lease(run)
+    fix, _, end = refused.value.problem.remedy.partition("   # to end it: ")
+    assert shlex.split(fix) == ["farspan", "status", str(run.path)]
+    assert shlex.split(end) == ["farspan", "stop", str(run.path)]
+
+
+def test_busy_folder_has_a_fix_that_shows_the_program_in_it(tmp_path):
+    path = tmp_path / "my lock"
+    with lock_file(path, "busy", tmp_path), pytest.raises(Refusal) as refused:
+        lock_file(path, "busy", tmp_path)
+    assert shlex.split(refused.value.problem.remedy) == ["fuser", "-v", str(path)]
 
 
 @pytest.mark.parametrize("content", [*DAMAGED, None, b'{"epoch": 2, "ended": {"1": 10}}'])
