@@ -44,6 +44,7 @@ CHECKED_FUNCTIONS = {
     "_setting_unit_remedy",
     "_upload_command",
     "doctor_command",
+    "first_run_command",
     "resume_command",
     "serve_command",
     "setting_remedy",

@@ -14,9 +14,11 @@ from farspan.domain.config import RunConfig
 from farspan.domain.escapes import shell_word, yaml_word
 from farspan.domain.index_folder import INDEXES, IndexFolder
 from farspan.domain.problems import Problem, Refusal, command
-from farspan.domain.run import RunFolder
+from farspan.domain.run import RunFolder, first_run_command
 from farspan.domain.struct_files import load_yaml
 
+#: The plans of all runs in a folder of runs.
+PLANS = "*/plan.json"
 #: Options that are short for a key of run.yaml.
 SHORT_KEYS = {
     "cluster": "parallel.cluster",
@@ -203,6 +205,15 @@ def find_home(given: argparse.Namespace, console: Console) -> RunFolder | IndexF
         manifests = list[Path]()
         for place in places:
             manifests += place.glob("*/index/index.json")
+        can_train = Path("run.yaml").exists() or any(Path("runs").glob(PLANS))
+        if not manifests and not can_train:
+            raise Refusal(
+                "not-a-run",
+                what="there is no index here, and no run",
+                where=Path().absolute(),
+                fact="neither runs nor indexes holds one",
+                remedy=command("index", "FOLDER"),
+            )
         if not manifests:
             return find_run(given, console)
         newest = max(manifests, key=lambda path: path.stat().st_mtime)
@@ -253,15 +264,14 @@ def find_runs(given: argparse.Namespace) -> list[RunFolder]:
 
 def _started_plans() -> list[Path]:
     """Return the plans of all runs under `runs/`, the newest last."""
-    plans = Path("runs").glob("*/plan.json")
-    started = sorted(plans, key=lambda path: path.stat().st_mtime)
+    started = sorted(Path("runs").glob(PLANS), key=lambda path: path.stat().st_mtime)
     if not started:
         raise Refusal(
             "not-a-run",
             what="there is no run here",
             where=Path("runs").absolute(),
             fact="no folder in it has a plan.json",
-            remedy="farspan train run.yaml",
+            remedy=first_run_command(),
         )
     return started
 

@@ -159,6 +159,11 @@ def refuse_replaced(file: IO[bytes], path: Path) -> None:
         )
 
 
+def first_run_command() -> str:
+    """Write the command that begins a first run here or, without a run.yaml, makes one."""
+    return command("train", "run.yaml") if Path("run.yaml").exists() else command("init", "FOLDER")
+
+
 class RunFolder:
     """Paths inside one run directory."""
 
@@ -236,7 +241,7 @@ class RunFolder:
         runs = [str(plan.parent) for plan in newest]
         listed = ", ".join(runs[:RUNS_SHOWN]) or "none"
         more = f" and {len(runs) - RUNS_SHOWN} more" if len(runs) > RUNS_SHOWN else ""
-        fix = "see them: farspan status" if runs else "start one: farspan train run.yaml"
+        fix = "see them: farspan status" if runs else f"start one: {first_run_command()}"
         # Their names alone: what all paths begin with makes none of them more like.
         likely = suggest(path.name, [plan.parent.name for plan in newest], synonyms=())
         if likely:

@@ -168,6 +168,21 @@ def test_run_that_is_not_there_brings_no_other_run(here: Farspan, tmp_path: Path
     assert fix_of(here("report", "runs/papres", cwd=tmp_path)) == "use runs/papers"
 
 
+NEED_A_RUN = (["status"], ["report"], ["embed"], ["resume"], ["generate", "x"], ["report", "none"])
+NEED_AN_INDEX = (["search", "x"], ["serve"], ["ask", "x", "--llm", "http://127.0.0.1:9"])
+
+
+@pytest.mark.parametrize("words", [*NEED_A_RUN, *NEED_AN_INDEX], ids=" ".join)
+def test_folder_without_runs_brings_a_command_that_works_there(
+    here: Farspan, tmp_path: Path, words: list[str]
+) -> None:
+    fix = fix_of(here(*words, cwd=tmp_path)).removeprefix("start one: ")
+    assert fix == ("farspan index FOLDER" if words in NEED_AN_INDEX else "farspan init FOLDER")
+    (tmp_path / "run.yaml").write_text("data: docs\n")
+    fix = fix_of(here(*words, cwd=tmp_path)).removeprefix("start one: ")
+    assert fix == "farspan train run.yaml"
+
+
 GIVEN = (
     *("run.yaml", "--cluster", "my cluster.yaml", "--launcher", "torchrun"),
     *("--set", "train.steps=7", "--run", "runs/a b"),
