@@ -15,9 +15,12 @@ from farspan.domain.plan import PlannedDevice
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.struct_files import load, load_yaml
-from farspan.domain.units import parse_duration
+from farspan.domain.units import parse_round_trip
 from farspan.launch.slurm_allocation import SLURM
 from farspan.planning.quantities import parse_positive
+
+#: The least and the most of a round trip.
+ROUND_TRIPS = ("1us", "60s")
 
 
 def find_cluster(name: str, *, as_written: bool = False) -> Cluster:
@@ -168,7 +171,8 @@ def _given_links(config: SlurmConfig) -> tuple[Link, ...]:
     links = []
     for name, site in config.sites.items():
         if site.rtt is not None:
-            rtt_s = parse_positive(parse_duration, site.rtt, f"slurm.sites.{name}.rtt", "20ms")
+            key = f"slurm.sites.{name}.rtt"
+            rtt_s = parse_positive(parse_round_trip, site.rtt, key, "20ms", within=ROUND_TRIPS)
             links.append(Link(a=SLURM, b=name, rtt_s=rtt_s, origin="given"))
     return tuple(links)
 

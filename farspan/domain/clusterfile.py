@@ -9,6 +9,7 @@ import itertools
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -86,10 +87,10 @@ QUANTITIES = {
     "jitter": Bounds(parse_round_trip, 0, 60, bare_unit="ms"),
     "window": Bounds(parse_bytes, 1000, 2**40),
     "loss": Bounds(parse_fraction, 0, MAX_LOSS),
-    "lease": Bounds(parse_program_seconds, 1, 1e9, bare_unit="h"),
+    "lease": Bounds(partial(parse_program_seconds, unit="h"), 1, 1e9, bare_unit="h"),
     "preemption": Bounds(parse_frequency, 0, 1),
-    "queue": Bounds(parse_program_seconds, 0, 1e9, bare_unit="h"),
-    "turn": Bounds(parse_program_seconds, 0, 10, bare_unit="h"),
+    "queue": Bounds(partial(parse_program_seconds, unit="h"), 0, 1e9, bare_unit="h"),
+    "turn": Bounds(partial(parse_program_seconds, unit="ms"), 0, 10, bare_unit="ms"),
     "share": Bounds(parse_fraction, 0.001, 1),
 }
 #: The keys that have another name in a Cluster.

@@ -106,21 +106,21 @@ def parse_seconds(text: str | int | float) -> float:
     return sum(_parse_scaled(part, _SECONDS, "5m or 1.5h") for part in parts)
 
 
-def parse_duration(text: str | int | float) -> float:
+def parse_duration(text: str | int | float, unit: str = "m") -> float:
     """`parse_seconds` for what people write: of bare numbers only 0 is taken.
 
-    Raises ValueError for others: their writers may mean minutes, or milliseconds.
+    Raises ValueError for others: their writers may mean seconds, or another unit, such as `unit`.
     """
     seconds = parse_seconds(text)
     if seconds and is_bare(text):
-        raise ValueError(f"{text!r} has no unit; write it like {text}m or {text}s")
+        raise ValueError(f"{text!r} has no unit; write it like {text}{unit} or {text}s")
     return seconds
 
 
-def parse_program_seconds(text: str | int | float) -> float:
+def parse_program_seconds(text: str | int | float, unit: str = "m") -> float:
     """`parse_duration` for files that programs write too: their bare numbers, with a decimal point,
     are seconds."""
-    return parse_seconds(text) if isinstance(text, float) else parse_duration(text)
+    return parse_seconds(text) if isinstance(text, float) else parse_duration(text, unit)
 
 
 def parse_round_trip(text: str | int | float) -> float:
@@ -128,7 +128,7 @@ def parse_round_trip(text: str | int | float) -> float:
 
     Raises ValueError for a bare number of 1 or more: its writer means milliseconds.
     """
-    seconds = parse_program_seconds(text)
+    seconds = parse_program_seconds(text, "ms")
     if seconds >= 1 and is_bare(text):
         raise ValueError(f"{text!r} has no unit; write it like {text}ms or {text}s")
     return seconds

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from farspan.app.clusters import given_cluster
+from farspan.app.clusters import _given_links, given_cluster
 from farspan.cli import main as cli
-from farspan.domain.config import ParallelConfig, RunConfig
-from farspan.domain.problems import EXIT_CODES, Finding, exit_code_of
+from farspan.domain.config import ParallelConfig, RunConfig, SlurmConfig, SlurmSite
+from farspan.domain.problems import EXIT_CODES, Finding, Refusal, exit_code_of
 from farspan.domain.run import RunFolder
 from farspan.launch.run_lock import Lease
 from tests.cli.conftest import Farspan
@@ -151,6 +151,39 @@ def test_link_of_a_cluster_file_brings_a_plain_fix(
     file.write_text(SITES.replace("DEVICE", "t4") + f"links: [{{{link}}}]\n")
     found = fix_of(here("plan", "--model", "gpt2", "--cluster", str(file)))
     assert found.startswith(fix) and "{" not in found and "[:" not in found
+
+
+@pytest.mark.parametrize(
+    ("host", "link", "units"),
+    [
+        ("devices: [t4]", "rtt: 20", "ms"),
+        ("devices: [t4]", "rtt: 20ms, jitter: 20", "ms"),
+        ("devices: [{kind: t4, turn: 20}]", "rtt: 20ms", "ms"),
+        ("devices: [t4], lease: 20", "rtt: 20ms", "h"),
+    ],
+)
+def test_time_of_a_cluster_file_has_the_same_units_in_fact_and_fix(
+    here: Farspan, tmp_path: Path, host: str, link: str, units: str
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        f"sites: {{a: {{hosts: {{x: {{{host}}}}}}}, b: {{hosts: {{y: {{devices: [t4]}}}}}}}}\n"
+        f"links: [{{between: [a, b], {link}}}]\n"
+    )
+    done = here("plan", "--model", "gpt2", "--cluster", str(file))
+    assert f"20 has no unit; write it like 20{units} or 20s\n" in done.stderr
+    assert fix_of(done).endswith(f": 20{units} or 20s")
+
+
+def test_round_trip_of_a_slurm_site_is_proposed_in_milliseconds() -> None:
+    config = SlurmConfig(sites={"b": SlurmSite(login="b", rtt=20)})
+    with pytest.raises(Refusal) as refused:
+        _given_links(config)
+    problem = refused.value.problem
+    assert problem.fact == "20 has no unit; write it like 20ms or 20s"
+    assert problem.remedy == "set slurm.sites.b.rtt to something like 20ms"
+    (link,) = _given_links(SlurmConfig(sites={"b": SlurmSite(login="b", rtt="20ms")}))
+    assert link.rtt_s == 0.02
 
 
 def test_missing_source_brings_no_unrelated_folder(here: Farspan, tmp_path: Path) -> None:
