@@ -240,14 +240,15 @@ def read_bytes(path: Path, *, most: int | None = None) -> bytes:
         raise missing_path(path) from None
 
 
-def missing_path(path: Path) -> Refusal:
-    """Return the refusal for a path that does not exist, offering the nearest one that does."""
+def missing_path(path: Path, fix: str = "") -> Refusal:
+    """Return the refusal for a path that does not exist, offering the nearest one that does; else
+    `fix`, or to list the folder."""
     expanded = path.expanduser().absolute()
     parent = next((folder for folder in expanded.parents if folder.is_dir()), Path("/"))
     candidates = {entry.name: entry for entry in parent.iterdir()}
     missing_name = expanded.relative_to(parent).parts[0]
     likely = [candidates[name] for name in suggest(missing_name, candidates, synonyms=())]
-    remedy = f"see what is there: {shell_line('ls', parent)}"
+    remedy = fix or f"see what is there: {shell_line('ls', parent)}"
     if likely:
         verb = "exists" if len(likely) == 1 else "exist"
         remedy = f"use {any_of(likely)}, the nearest that {verb}"

@@ -24,6 +24,9 @@ from farspan.launch.slurm_allocation import (
     offered_cluster,
 )
 
+#: What a file that is not there may be replaced by.
+FILE_REMEDY = "farspan cluster list   # how to write a file: docs/clusters.md, The cluster file"
+
 
 def shipped_clusters() -> dict[str, Path]:
     """Return the files of the clusters that ship with farspan, by name (`fabric/gat-amst`)."""
@@ -102,7 +105,7 @@ def _cluster_path(name: str) -> Path:
     if name in shipped:
         return shipped[name]
     if path.suffix in (".yaml", ".yml") or path.exists():
-        raise missing_path(path)
+        raise missing_path(path, FILE_REMEDY)
     raise Refusal(
         "path-missing",
         what=f"there is no cluster {name!r}",

@@ -16,6 +16,7 @@ from farspan.domain.run import RunFolder
 from farspan.launch.run_lock import Lease
 from tests.cli.conftest import Farspan
 
+ROOT = Path(__file__).parents[2]
 PRICED = ("plan", "--model", "gpt2", "--cluster", "fabric/gat-amst")
 STORES = " or ".join(
     ("--store chroma, --store faiss, --store pgvector, --store qdrant", "--store qdrant_server")
@@ -251,6 +252,23 @@ def test_sites_given_up_in_a_new_run_bring_the_same_command_that_may_resume(
     without = ("--without", "a", "--without", "b c")
     fix = fix_of(here("train", *GIVEN, *without, cwd=tmp_path))
     assert shlex.split(fix) == ["farspan", "train", *GIVEN, "--until-done", *without]
+
+
+@pytest.mark.parametrize("name", ["cluster.yaml", "none/cluster.yml", "cluster"])
+def test_cluster_that_is_not_there_brings_those_that_are(
+    here: Farspan, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "run.yaml").write_text("data: docs\n")
+    for words in (("doctor",), ("plan", "--model", "gpt2"), ("train",)):
+        fix = fix_of(here(*words, "--cluster", name, cwd=tmp_path))
+        command, _, where = fix.partition("   # how to write a file: ")
+        assert command == "farspan cluster list"
+        if where:
+            path, heading = where.split(", ")
+            assert f"\n## {heading}\n" in (ROOT / path).read_text()
+    (tmp_path / "clusters.yaml").write_text(SITES)
+    fix = fix_of(here("doctor", "--cluster", "cluster.yaml", cwd=tmp_path))
+    assert fix == f"use {tmp_path}/clusters.yaml, the nearest that exists"
 
 
 def test_folder_in_place_of_a_cluster_brings_the_files_in_it(here: Farspan, tmp_path: Path) -> None:
