@@ -459,7 +459,9 @@ class _Reader:
     def _check_kind(self, kind: str, where: str) -> None:
         known = {**self._kinds, **self._own}
         if kind not in known:
-            fact = f"known: {', '.join(sorted(known))}"
+            fact = f"none of {counted(len(self._kinds), 'kind')} of the catalogue has that name"
+            if self._own:
+                fact += f"; the file's own: {', '.join(sorted(self._own))}"
             mig = slice_of(kind)
             if mig is not None:
                 fact = f"it is a slice of a GPU (MIG): {mig.cores} of 7 of its cores"

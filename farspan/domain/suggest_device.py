@@ -159,7 +159,10 @@ def _suggest_whole(name: str, own: Iterable[str]) -> tuple[str, ...]:
     # One letter is another product: a B100 is no h100.
     if len(re.findall(r"[a-z]", name.lower())) < MIN_LETTERS:
         return ()
-    return suggest(name, known, ())
+    likely = suggest(name, known, ())
+    if not likely and typed.startswith("cpu"):
+        return tuple(kind for kind in known if kind.startswith("cpu"))
+    return likely
 
 
 def _squash_name(name: str) -> str:

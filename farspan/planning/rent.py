@@ -189,7 +189,7 @@ def _priced_devices(kinds: Sequence[str]) -> dict[str, tuple[Device, catalog.Pri
                 "out-of-range",
                 what=f"the catalogue has no price of {kind!r}",
                 where="--device",
-                fact=f"priced: {', '.join(priced)}",
+                fact=f"{len(priced)} kinds have one: `farspan cluster list` shows it",
                 remedy=fix,
             )
     return {kind: pair for kind, pair in priced.items() if not kinds or kind in kinds}

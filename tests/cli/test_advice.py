@@ -126,6 +126,7 @@ def test_fix_leads_to_what_was_meant(here: Farspan, words: list[str], fix: str) 
             "write {kind: a100-40, memory: 20GB, share: 43%} or "
             "{kind: a100-40-pcie, memory: 20GB, share: 43%}",
         ),
+        ("cpu-xeon", "write cpu-amx, cpu-avx2 or cpu-avx512"),
         ("frobnicator", "farspan cluster list"),
     ],
 )
@@ -135,6 +136,21 @@ def test_device_of_a_cluster_file_brings_its_kind(
     file = tmp_path / "cluster.yaml"
     file.write_text(SITES.replace("DEVICE", device))
     assert fix_of(here("plan", "--model", "gpt2", "--cluster", str(file))) == fix
+
+
+@pytest.mark.parametrize(
+    ("kinds", "own"),
+    [("", ""), ("kinds: {mine: {memory: 1GB, bandwidth: 1GB/s, flops: {bf16: 1e12}}}", "mine")],
+)
+def test_unknown_device_is_not_followed_by_all_kinds(
+    here: Farspan, tmp_path: Path, kinds: str, own: str
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(SITES.replace("DEVICE", "cpu") + kinds)
+    done = here("plan", "--model", "gpt2", "--cluster", str(file), "--json")
+    problem = json.loads(done.stdout)["problem"]
+    assert "a100-40" not in problem["fact"] and len(problem["fact"]) < 80
+    assert problem["fact"].endswith(f"; the file's own: {own}" if own else "has that name")
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,10 @@ def test_names_that_people_choose_have_no_synonyms() -> None:
         ("tpu-v4", []),
         ("rtx", []),
         ("banana", []),
+        ("cpu", ["cpu-amx", "cpu-avx2", "cpu-avx512"]),
+        ("cpus", ["cpu-amx", "cpu-avx2", "cpu-avx512"]),
+        ("CPU, Xeon Gold", ["cpu-amx", "cpu-avx2", "cpu-avx512"]),
+        ("cpu-avx", ["cpu-avx2", "cpu-avx512"]),
     ],
 )
 def test_device_name_brings_the_kinds_that_it_fits(typed: str, kinds: list[str]) -> None:
