@@ -54,12 +54,12 @@ def list_ssh_hosts() -> list[str]:
         text = Path("~/.ssh/config").expanduser().read_text(encoding="utf-8", errors="replace")
     except (OSError, RuntimeError):  # There is none, or no home.
         return []
-    names = []
+    hosts = list[str]()
     for line in text.splitlines():
         key, _, patterns = line.strip().replace("=", " ", 1).partition(" ")
         if key.lower() == "host":
-            names += [name for name in patterns.split() if not set(name) & set("*?!")]
-    return names
+            hosts += [name for name in patterns.split() if not set(name) & set("*?!")]
+    return hosts
 
 
 def find_ssh_access(name: str, enter: Sequence[str]) -> SshAccess:
