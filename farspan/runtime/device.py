@@ -34,7 +34,7 @@ from farspan.domain.cluster import (
 )
 from farspan.domain.device_report import FREE_REMEDY, describe_held_memory
 from farspan.domain.escapes import shell_word
-from farspan.domain.gpus import TorchGpu, Wheel, has_code_for, is_kind
+from farspan.domain.gpus import TorchGpu, Wheel, has_code_for, is_kind, judge_granted_gpus
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.problems import Refusal
 from farspan.domain.run import source_commit
@@ -173,6 +173,18 @@ def apply_lab_limits(variable: str = READY_VARIABLE) -> None:
         Path(file).write_text(value)
 
 
+def _require_granted_gpus() -> None:
+    """Refuse to take the CPU where Slurm has given GPUs to this process, unless somebody has hidden
+    them. Raises Refusal (device-missing)."""
+    granted = os.environ.get("SLURM_GPUS_ON_NODE", "0")
+    if not granted.isdecimal() or int(granted) == 0:
+        return
+    node = os.environ.get("SLURMD_NODENAME", platform.node())
+    problem = judge_granted_gpus(int(granted), installed_torch(), node)
+    if problem is not None:
+        raise Refusal.of(problem)
+
+
 def detect_devices(backend: str, workers: int | None) -> Cluster:
     """Describe this machine as a cluster of one host: its GPUs, or `workers` shares of its CPU."""
     memory = psutil.virtual_memory()
@@ -182,6 +194,8 @@ def detect_devices(backend: str, workers: int | None) -> Cluster:
     if backend == "auto":
         apple = torch.backends.mps.is_available()
         backend = "cuda" if usable_gpus() else "mps" if apple else "cpu"
+        if backend == "cpu":
+            _require_granted_gpus()
     if backend == "cuda":
         devices = [_cuda_device(i) for i in usable_gpus()][: workers or None]
     elif backend == "mps":

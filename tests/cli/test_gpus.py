@@ -90,3 +90,30 @@ def test_a_driver_that_is_not_loaded_is_noted(farspan: Farspan, tmp_path: Path):
         "couldn't communicate with the NVIDIA driver" in note
         and said["devices"][0]["backend"] == "cpu"
     )
+
+
+@pytest.mark.parametrize("words", [("train", "--run", "granted"), ("plan",)])
+def test_gpu_that_slurm_has_given_and_pytorch_does_not_see_is_refused(
+    farspan: Farspan, desk: Path, words
+):
+    given = {"SLURM_GPUS_ON_NODE": "1", "SLURMD_NODENAME": "n7", "CUDA_VISIBLE_DEVICES": "0"}
+    done = farspan(words[0], "run.yaml", *words[1:], **given)
+    assert done.returncode == EXIT_CODES["device-missing"], parts_of(done)
+    for part in ("node n7", "Slurm: 1 GPU; PyTorch sees: none", "set parallel.device: cpu"):
+        assert part in done.stderr
+    assert not (desk / "granted").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        (("--set", "parallel.device=cpu"), {"SLURM_GPUS_ON_NODE": "1"}),
+        ((), {"SLURM_GPUS_ON_NODE": "1", "CUDA_VISIBLE_DEVICES": ""}),
+        ((), {"SLURM_GPUS_ON_NODE": "0", "CUDA_VISIBLE_DEVICES": "NoDevFiles"}),
+    ],
+)
+def test_job_without_gpus_or_with_gpus_that_its_user_leaves_out_takes_the_cpu(
+    farspan: Farspan, words, given
+):
+    done = farspan("plan", "run.yaml", *words, **given)
+    assert done.returncode == 0, parts_of(done)

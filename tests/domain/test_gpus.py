@@ -5,7 +5,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from farspan.domain.gpus import Gpu, Nvidia, TorchGpu, Wheel, has_code_for, is_kind, judge_gpus
+from farspan.domain.gpus import (
+    Gpu,
+    Nvidia,
+    TorchGpu,
+    Wheel,
+    has_code_for,
+    is_kind,
+    judge_gpus,
+    judge_granted_gpus,
+)
 
 #: `torch.cuda.get_arch_list()` of the wheels of PyTorch 2.13 for Linux x86-64.
 CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
@@ -217,3 +226,23 @@ def test_a_finding_of_another_host_names_it_in_its_fix():
 )
 def test_a_gpu_is_of_a_kind_by_its_drivers_name_or_the_catalogues(name, kind, same):
     assert is_kind(name, kind) is same
+
+
+@pytest.mark.parametrize(
+    ("wheel", "fix"),
+    [
+        (CPU, f"{INSTALL}+cu130 {INDEX}cu130"),
+        (msgspec.structs.replace(NEW, error="no driver"), "srun --nodelist=n1 --gpus=1 nvidia-smi"),
+        (Wheel(torch="2.13.0", cuda=None, hip="6.4"), "srun --nodelist=n1 --gpus=1 rocm-smi"),
+        (seen(GTX1080), f"{INSTALL}+cu126 {INDEX}cu126"),
+    ],
+)
+def test_gpus_of_a_job_that_pytorch_cannot_use_have_a_fix(wheel, fix):
+    problem = judge_granted_gpus(2, wheel, "n1")
+    assert problem is not None and problem.code == "device-missing"
+    assert problem.remedy == f"{fix}; or, to train on the CPU: set parallel.device: cpu"
+    assert "Slurm: 2 GPUs" in problem.fact and str(wheel) in problem.fact
+
+
+def test_gpus_of_a_job_that_pytorch_can_use_are_no_problem():
+    assert judge_granted_gpus(2, seen(H100), "n1") is None

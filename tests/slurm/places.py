@@ -33,7 +33,13 @@ class Place:
             (folder / "text" / f"{part}.txt").write_text("\n".join(lines))
 
     def write_config(
-        self, name: str, *, steps: int, on_fault: str = "recover", **slurm: object
+        self,
+        name: str,
+        *,
+        steps: int,
+        on_fault: str = "recover",
+        device: str = "cpu",
+        **slurm: object,
     ) -> None:
         config = make_config(
             "text",
@@ -49,7 +55,7 @@ class Place:
                 "compile": False,
                 "validate_every": steps,
             },
-            parallel={"technique": "data", "device": "cpu"},
+            parallel={"technique": "data", "device": device},
             on_fault=on_fault,
             slurm={"time": f"{LONG_MINUTES}m", "notice": "100s", **slurm},
         )

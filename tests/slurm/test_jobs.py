@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.slurm.daemons import Slurm
 from tests.slurm.places import LONG_MINUTES, Place
@@ -111,6 +112,17 @@ def test_job_that_saves_nothing_before_its_limit_does_not_go_round_for_ever(plac
     )
     assert done.returncode != 0
     assert "this job saved nothing: raise slurm.time" in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this PyTorch can use GPUs")
+def test_job_whose_gpu_pytorch_does_not_see_trains_nothing(place: Place):
+    place.write_config("run.yaml", steps=20, device="auto", gres="gpu:a30:1")
+    job = place.submit("run.yaml", "unseen")
+    place.wait_until_ended(job, "unseen")
+    assert place.slurm.job(job)["ExitCode"] == "28:0", place.log("unseen")[-3000:]
+    assert "error[device-missing]" in place.log("unseen")
+    assert "Slurm: 1 GPU; PyTorch sees: none" in place.log("unseen")
+    assert not place.run_folder("unseen").path.exists()
 
 
 def test_job_that_waits_says_why(place: Place):
