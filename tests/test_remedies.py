@@ -28,6 +28,8 @@ CHECKED_FUNCTIONS = {
     "_moving_remedy",
     "_new_run_remedy",
     "_psql_command",
+    "_remedy_after_stop",
+    "_slurm_command",
     "_remedy",
     "advise",
     "advise_device",

@@ -20,7 +20,7 @@ from farspan.domain.escapes import shell_line
 from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.run import RunFolder
 from farspan.domain.run_events import STOP_REASONS, Event, Recovered, decode_events, read_events
-from farspan.domain.struct_files import load, parse_json, save
+from farspan.domain.struct_files import load, parse_json, save, write_atomically
 from farspan.domain.units import format_seconds
 from farspan.launch.folder_lock import is_locked, lock_holders
 from farspan.launch.process_began import process_began
@@ -96,19 +96,30 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     left_s: float | None = None
 
 
+class RegisteredJob:
+    """What `register_job` receives from the job that it names."""
+
+    def __init__(self) -> None:
+        self.has_started_workers = False
+
+
 @contextmanager
-def register_job(run: RunFolder) -> Iterator[None]:
+def register_job(run: RunFolder) -> Iterator[RegisteredJob]:
     """Name this process in the run's folder while it trains the run, and afterwards what the job
     was refused, if it was.
 
-    A run that is being trained already stays another's: its launch is refused.
+    A run that is being trained already stays another's: its launch is refused. One that had begun
+    keeps its state where the job is refused before it has started workers.
     """
+    registered = RegisteredJob()
     if is_locked(run.lock):
-        yield
+        yield registered
         return
     pid = os.getpid()
     job = Job(pid=pid, host=socket.gethostname(), started=time.time(), began=process_began(pid))
     problem = problem_file(run)
+    ended_before = problem.read_bytes() if problem.exists() else None
+    had_begun = run.events.exists()
     run.logs.mkdir(exist_ok=True)
     # This process's own log has begun next to the run's folder, if at all.
     log = planning_log(run)
@@ -118,10 +129,14 @@ def register_job(run: RunFolder) -> Iterator[None]:
     problem.unlink(missing_ok=True)
     save(job, run.job)
     try:
-        yield
+        yield registered
     except Refusal as refusal:
         with suppress(OSError):  # The disk may be full, which is what it reports.
-            save(refusal.problem, problem)
+            # A run that had begun stays as it was, where this job has started no worker.
+            if registered.has_started_workers or not had_begun:
+                save(refusal.problem, problem)
+            elif ended_before is not None:
+                write_atomically(problem, ended_before)
         raise
     finally:
         if _read_job(run) == job:

@@ -24,7 +24,7 @@ from farspan.domain.config import ParallelConfig, RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.cost import Estimate
 from farspan.domain.plan import Plan
-from farspan.domain.problems import Refusal, command
+from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.struct_files import load, load_yaml, save
 from farspan.domain.units import counted, format_bytes, format_seconds, format_usd, short_time
@@ -88,7 +88,7 @@ def plan_without(
             what="no device of the run is there",
             where=run.cluster,
             fact=f"{lost} cannot be worked with",
-            remedy=command("resume", run.path),
+            remedy=run.resume_command(),
         )
     parallel = replace(config.parallel, technique="auto", workers="auto")
     if len(places) == len(whole.devices):

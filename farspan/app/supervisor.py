@@ -30,7 +30,7 @@ from farspan.app.updates import Ended, Faulted, Note, Progress, Training
 from farspan.domain.config import RunConfig
 from farspan.domain.epoch_fence import Epoch, Fault
 from farspan.domain.preemption_problem import preemption_problem
-from farspan.domain.problems import Problem, Refusal, command
+from farspan.domain.problems import Problem, Refusal
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.run_events import Event, Finished, Saved, Started, Step
 from farspan.domain.struct_files import load, load_yaml
@@ -93,6 +93,8 @@ class Supervisor:
         self._workers: Workers | None = None
         #: Times that the user has asked to stop.
         self._asked = 0
+        #: Whether all workers of any start were started.
+        self.has_started_workers = False
         #: Whether microbatches were halved, as a device lacked memory for them.
         self._halved = False
         #: The plan whose training is shown.
@@ -196,6 +198,7 @@ class Supervisor:
         try:
             with workers:
                 self._workers = workers
+                self.has_started_workers = True
                 for _ in range(self._asked):  # While they were started.
                     workers.interrupt()
                 # A new plan's training is shown once, however often it is started.
@@ -335,7 +338,7 @@ class Supervisor:
             hosts,
             where=self._run.path,
             fact=fact,
-            remedy=command("resume", self._run.path),
+            remedy=self._run.resume_command(),
             leaving=tuple(dict.fromkeys(hosts.values())),
         )
 
@@ -374,7 +377,7 @@ class Supervisor:
                 what="stopped as asked, before workers were started again",
                 where=self._run.path,
                 fact="what the last checkpoint has is kept",
-                remedy=command("resume", self._run.path),
+                remedy=self._run.resume_command(),
             )
 
     @property

@@ -114,7 +114,7 @@ def take_claims(claims: HostClaims, epoch: int, progress: Progress, sleep: Sleep
                 what=f"{counted(remaining, 'worker')} of another supervisor do not end",
                 where=claims.path,
                 fact=f"on {', '.join(others)}: they were killed {KILL_TIMEOUT_S:.0f} s ago",
-                remedy=command("resume", claims.path),
+                remedy=RunFolder(claims.path).resume_command(),
             )
         sleep(HOST_POLL_S)
 

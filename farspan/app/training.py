@@ -39,6 +39,7 @@ from farspan.domain.run import ID_BYTES, RunFolder, RunRecord
 from farspan.domain.run_events import STOP_REASONS, Started, read_events
 from farspan.domain.struct_files import load, to_json, write_atomically
 from farspan.domain.units import counted, format_bytes
+from farspan.launch.slurm_allocation import SLURM, require_allocation
 from farspan.models._weight_files import hash_weights
 from farspan.report.run_endings import step_of
 
@@ -50,6 +51,8 @@ def plan_run(
 
     With `table` the techniques are compared on this cluster first.
     """
+    if clusters.find_launcher(config.parallel) == SLURM:
+        require_allocation("run.yaml", "farspan slurm run.yaml")
     refuse_unusable_places(config.checkpoint)
     resolved = resolve_run(config, progress, trial=True)
     planned = best_plan(resolved, config.parallel, progress, table=table)
@@ -147,6 +150,8 @@ def resume_run(
     from farspan.report.history import is_complete
 
     refuse_edited(run)
+    if cluster is None and load(run.record, RunRecord).launcher == SLURM and not is_complete(run):
+        require_allocation(run.path, run.resume_command())
     if trust:
         trusting.seal_run(run)
     if is_complete(run):
@@ -222,11 +227,14 @@ def train_run(
         workers = f"{counted(len(plan.devices), 'worker')} on {', '.join(hosts)}"
         progress(Note(f"starting {workers} through {record.launcher}"))
     try:
-        with register_job(run), tracking_run(run, progress) as trackers:
+        with register_job(run) as job, tracking_run(run, progress) as trackers:
             supervisor = Supervisor(
                 run, progress, trackers.take, until_done=until_done, without=without
             )
-            ended = supervisor.train_run()
+            try:
+                ended = supervisor.train_run()
+            finally:
+                job.has_started_workers = supervisor.has_started_workers
     except BaseException:
         progress(Ended())
         # What ended the run is raised, not what keeps its report from being written.
@@ -242,9 +250,18 @@ def train_run(
             what=f"stopped as asked; step {step_of(ended.step, plan.train)} is saved",
             where=run.path,
             fact="nothing of it is lost",
-            remedy=command("resume", run.path),
+            remedy=_remedy_after_stop(run, record.launcher),
         )
     return report
+
+
+def _remedy_after_stop(run: RunFolder, launcher: str) -> str:
+    """Return the command that resumes a run which was asked to stop. A Slurm job cannot tell its
+    limit, after which it goes back into the queue, from a scancel."""
+    remedy = run.resume_command()
+    if launcher == SLURM:
+        return f"{remedy}, unless its job goes back into the queue by itself"
+    return remedy
 
 
 def train_new(run: RunFolder, progress: Progress = ignore_update) -> Report:

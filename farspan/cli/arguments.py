@@ -89,7 +89,7 @@ def _refuse_text(path: Path) -> None:
         own = path / "run.yaml"
         if (path / "plan.json").is_file():
             what = "this is a run, not a run.yaml"
-            fix = command("resume", path)
+            fix = RunFolder(path).resume_command()
         elif own.is_file():
             what = "this is a folder, not its run.yaml"
             fix = f"use {shell_word(own)}"
@@ -145,12 +145,14 @@ def at_option(problem: Problem, given: argparse.Namespace) -> Problem:
     return msgspec.structs.replace(problem, where=where or f"{given.config}, key {problem.key}")
 
 
-def words_again(given: argparse.Namespace, *, absolute: bool = False) -> list[object]:
+def words_again(
+    given: argparse.Namespace, *, absolute: bool = False, leave_out: str = ""
+) -> list[object]:
     """Return the arguments that `load_config` read, for a further command on the same run; with
-    `absolute`, from anywhere."""
+    `absolute`, from anywhere. Short options of the value `leave_out` are left out."""
     words: list[object] = [given.config.absolute() if absolute else given.config]
     for key, value in _given_short_keys(given).items():
-        words += [f"--{key}", value]
+        words += [f"--{key}", value] if value != leave_out else []
     for override in given.set:
         words += ["--set", override]
     return words

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from farspan.app.jobs import Status
 from farspan.cli.paint import text_width, wants_colours
 from farspan.domain.problems import command
+from farspan.domain.run import RunFolder
 from farspan.domain.units import format_seconds
 from farspan.report.run_endings import ending
 from farspan.report.tables import table_lines
@@ -77,7 +79,7 @@ def describe_run(status: Status, now: float) -> Iterator[str]:
     elif status.state == "finished":
         yield f"next: {command('report', status.run)}"
     elif not status.saving:  # Else workers of a lost job still hold the run.
-        yield f"next: {command('resume', status.run)}"
+        yield f"next: {RunFolder(Path(status.run)).resume_command()}"
 
 
 def _state_sentence(status: Status, now: float) -> str:

@@ -18,6 +18,7 @@ import msgspec
 
 from farspan.domain.decoding import decode_json
 from farspan.domain.problems import Problem, Refusal, command
+from farspan.domain.run import RunFolder
 from farspan.domain.struct_files import parse_json, save
 
 #: The variable of a worker's environment that holds its epoch, as JSON.
@@ -166,7 +167,7 @@ def fence_stale_epoch(path: Path, number: int) -> None:
             what="a worker cannot tell whether it was replaced",
             where=path,
             fact=refusal.problem.fact,
-            remedy=command("resume", path.parent),
+            remedy=RunFolder(path.parent).resume_command(),
         ) from None
     if now > number:
         raise Refusal(

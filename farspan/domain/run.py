@@ -283,8 +283,14 @@ class RunFolder:
 
     def resume_command(self) -> str:
         """Write the command that resumes the run, on the machine where farspan was asked to
-        train."""
-        return command("resume", os.environ.get(HOME_VARIABLE, self.path))
+        train. A run of Slurm jobs is submitted again."""
+        path = Path(os.environ.get(HOME_VARIABLE, self.path))
+        launcher = "local"
+        with suppress(Refusal):  # A record that is damaged or gone names none.
+            launcher = load(self.record, RunRecord).launcher
+        if launcher == "slurm":
+            return command("slurm", path / self.config.name, "--run", path)
+        return command("resume", path)
 
     def doctor_command(self) -> str:
         """Write the command that examines the run's hosts and links, on the same machine."""

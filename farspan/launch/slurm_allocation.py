@@ -19,7 +19,7 @@ from farspan.domain import catalog
 from farspan.domain.cluster import Cluster, Device, Host, Site
 from farspan.domain.config import SlurmConfig, SlurmNodes
 from farspan.domain.escapes import key_word, shell_line
-from farspan.domain.problems import Refusal, command
+from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
 from farspan.domain.struct_files import load, save
 from farspan.domain.suggest import MAX_CANDIDATES, any_of
@@ -86,15 +86,16 @@ def _expand_counts(text: str) -> list[int]:
     return counts
 
 
-def require_allocation(run: RunFolder) -> None:
-    """Refuse to train outside of a job. Raises Refusal (launcher-unusable)."""
+def require_allocation(where: object, remedy: str) -> None:
+    """Refuse to train outside of a job; `remedy` is the command that submits one. Raises Refusal
+    (launcher-unusable)."""
     if not in_allocation():
         raise Refusal(
             "launcher-unusable",
             what="the launcher slurm works inside a Slurm job",
-            where=run.path,
+            where=where,
             fact="SLURM_JOB_ID is not set: this is no job",
-            remedy=command("slurm", run.config, "--run", run.path),
+            remedy=remedy,
         )
 
 

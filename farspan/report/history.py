@@ -14,7 +14,7 @@ from farspan.domain.corpus import CorpusManifest
 from farspan.domain.cost import Estimate
 from farspan.domain.forecast import Forecast
 from farspan.domain.plan import Plan
-from farspan.domain.problems import Refusal, command
+from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.run_events import (
     Event,
@@ -146,7 +146,7 @@ def open_run(path: Path) -> RunHistory:
             what="the run has nothing to report yet",
             where=folder.events,
             fact="no worker has written an event",
-            remedy=command("resume", path),
+            remedy=folder.resume_command(),
         )
     history = follow_events(read_events(folder.events))
     plan = folder.load_plan()

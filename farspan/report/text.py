@@ -11,7 +11,7 @@ from farspan.domain.cost import Estimate, Measurement
 from farspan.domain.forecast import Forecast
 from farspan.domain.model import count_parameters
 from farspan.domain.plan import Plan
-from farspan.domain.problems import command
+from farspan.domain.run import RunFolder
 from farspan.domain.run_events import Recovered
 from farspan.domain.units import (
     counted,
@@ -106,7 +106,7 @@ def run_summary(run: RunHistory, compared: Comparison | None = None) -> str:
     if history.finished and history.finished.problem:
         lines.append(str(history.finished.problem))
     if history.reason not in COMPLETE:
-        lines.append(f"go on with it: {command('resume', run.folder)}")
+        lines.append(f"go on with it: {RunFolder(run.folder).resume_command()}")
     return "\n".join(lines)
 
 

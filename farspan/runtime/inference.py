@@ -16,7 +16,7 @@ from farspan.corpus.tokenizer import Tokenizer
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.escapes import shell_line, shell_word
 from farspan.domain.plan import Plan
-from farspan.domain.problems import Refusal, command
+from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder, RunRecord, cache_folder
 from farspan.domain.struct_files import load as load_struct
 from farspan.domain.train import Precision
@@ -110,7 +110,7 @@ def read_best(run: RunFolder, plan: Plan) -> BestWeights:
         what="this run has no weights to use",
         where=run.checkpoints,
         fact="; ".join(faults) or "no checkpoint was written yet",
-        remedy=command("resume", run.path),
+        remedy=run.resume_command(),
     )
 
 

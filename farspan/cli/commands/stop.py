@@ -6,7 +6,6 @@ import argparse
 
 from farspan.cli.arguments import find_run, takes_run
 from farspan.cli.console import Console
-from farspan.domain.problems import command
 
 HELP = "let a run save and end"
 
@@ -32,5 +31,5 @@ def run(given: argparse.Namespace, console: Console) -> None:
     standing = stop_job(folder, console.write_line, now=given.now, timeout_s=timeout_s)
     console.write_line(describe_stop(standing))
     if standing.state != "finished":
-        console.write_line(f"go on with it: {command('resume', folder.path)}")
+        console.write_line(f"go on with it: {folder.resume_command()}")
     console.answer(standing)

@@ -49,6 +49,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     if given.print_unit is not None:
         print_unit(given, config, path, console)
         return
+    _require_slurm_job(given, config)
     if not given.until_done:
         refuse_without(given, path)
         refuse_existing(path, _new_run_remedy(given, path))
@@ -80,6 +81,39 @@ def run(given: argparse.Namespace, console: Console) -> None:
     console.answer({"run": str(path), "measurement": report.measurement})
 
 
+def _require_slurm_job(given: argparse.Namespace, config: RunConfig) -> None:
+    """Refuse a run of Slurm jobs outside of a job, before anything of it is made. Raises Refusal
+    (launcher-unusable)."""
+    from farspan.app.clusters import find_launcher
+    from farspan.launch.slurm_allocation import SLURM, require_allocation
+
+    if find_launcher(config.parallel) == SLURM:
+        require_allocation(given.config, _slurm_command(given))
+
+
+def _slurm_command(given: argparse.Namespace) -> str:
+    """Return the command that submits the run of these arguments."""
+    words = ["slurm", *words_again(given, leave_out="slurm")]
+    words += [] if given.run is None else ["--run", given.run]
+    return command(*words)
+
+
+def _refuse_interrupted_start(given: argparse.Namespace, config: RunConfig) -> None:
+    """Explain how a run that was stopped before its first step begins again, where that is not by
+    this command: a Slurm job is submitted. Raises Refusal (interrupted)."""
+    from farspan.app.clusters import find_launcher
+    from farspan.launch.slurm_allocation import SLURM
+
+    if find_launcher(config.parallel) == SLURM:
+        raise Refusal(
+            "interrupted",
+            what="stopped as asked, before the first step",
+            where=given.config,
+            fact="what was finished so far is kept and used again",
+            remedy=_slurm_command(given),
+        )
+
+
 def _new_run_remedy(given: argparse.Namespace, path: Path) -> str:
     """Write the same command for another folder and, where a run lies at `path`, what to do with
     that one."""
@@ -94,7 +128,7 @@ def _new_run_remedy(given: argparse.Namespace, path: Path) -> str:
         return command(*words)
     if is_active(run):
         return f"{command(*words)}   # this one is being trained: {command('status', path)}"
-    return f"{command(*words)}   # to go on with this one: {command('resume', path)}"
+    return f"{command(*words)}   # to go on with this one: {run.resume_command()}"
 
 
 def until_done_words(given: argparse.Namespace, path: Path) -> list[object]:
@@ -136,10 +170,14 @@ def train_until_done(
     from farspan.cli.report_text import print_end
     from farspan.cli.show_updates import Show
 
-    with Show(console) as show:
-        report = training.train_until_done(
-            path, config, given.config, show, without=tuple(given.without)
-        )
+    try:
+        with Show(console) as show:
+            report = training.train_until_done(
+                path, config, given.config, show, without=tuple(given.without)
+            )
+    except KeyboardInterrupt:
+        _refuse_interrupted_start(given, config)
+        raise
     print_end(report, console)
     console.answer({"run": str(path), "measurement": report.measurement})
 

@@ -12,6 +12,6 @@ from farspan.launch.slurm_allocation import record_job, require_allocation
 
 class Launch(local.Launch):
     def start(self) -> Iterator[Process]:
-        require_allocation(self.run)
+        require_allocation(self.run.path, self.run.resume_command())
         record_job(self.run)
         yield from super().start()
