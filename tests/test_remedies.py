@@ -22,6 +22,7 @@ CHECKED_NAME = re.compile(r"_?remedy|fix|(path|host|family|site)_words?")
 CHECKED_FUNCTIONS = {
     "_choose_fix",
     "_init_command",
+    "_listing",
     "_log_in",
     "_mending",
     "_missing_extra",

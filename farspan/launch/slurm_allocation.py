@@ -18,13 +18,19 @@ from msgspec.structs import replace
 from farspan.domain import catalog
 from farspan.domain.cluster import Cluster, Device, Host, Site
 from farspan.domain.config import SlurmConfig, SlurmNodes
-from farspan.domain.escapes import key_word, shell_line
+from farspan.domain.escapes import key_word
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
 from farspan.domain.struct_files import load, save
 from farspan.domain.suggest import MAX_CANDIDATES, any_of
 from farspan.launch.probe_client import Probe
-from farspan.launch.slurm_client import expand_nodes, list_partition_nodes, node_facts
+from farspan.launch.slurm_client import expand_nodes, node_facts
+from farspan.launch.slurm_partitions import (
+    node_tables,
+    offered_nodes,
+    requested_gres,
+    requested_memory,
+)
 
 #: What `parallel.cluster` and `--cluster` call the nodes of the job.
 SLURM = "slurm"
@@ -204,8 +210,7 @@ def offered_cluster(config: SlurmConfig) -> Cluster:
     """Return the nodes that the jobs of this config would get, by `sinfo` and the catalogue:
     nothing is probed. Raises Refusal (launcher-unusable, host-unreachable)."""
     hosts = list[Host]()
-    for number, nodes in enumerate((config, *config.components)):
-        key = f"slurm.components[{number - 1}]" if number else "slurm"
+    for key, nodes in node_tables(config):
         node = _offered_host(nodes, key, None)
         for _ in range(nodes.nodes):
             hosts.append(replace(node, name=f"node{len(hosts)}"))
@@ -226,29 +231,13 @@ def site_host_name(site: str, place: int) -> str:
 
 
 def _offered_host(nodes: SlurmNodes, key: str, login: str | None) -> Host:
-    kinds = list_partition_nodes(nodes.partition, login)
-    if nodes.partition is None:
-        kinds = [kind for kind in kinds if kind.is_default] or kinds
-    wanted = nodes.gres or ("gpu" if nodes.gpus else "")
-    fitting = [kind for kind in kinds if _has_gres(kind.gres, wanted)]
-    if not fitting:
-        listed = ", ".join(f"{kind.partition}: {kind.gres or 'none'}" for kind in kinds)
-        words = ["sinfo", "--format=%P %G"]
-        if login is not None:
-            words = ["ssh", login, shell_line(*words)]
-        raise Refusal(
-            "launcher-unusable",
-            what=f"no node of the partition has {wanted or 'anything'}",
-            where=f"run.yaml, key {key}.gres",
-            fact=f"GRES by sinfo: {listed or 'no nodes'}",
-            remedy=f"{shell_line(*words)}, then set {key_word(key)}.gres",
-            key=f"{key}.gres",
-        )
-    offered = fitting[0]
+    offered = offered_nodes(nodes, key, login)
+    wanted = requested_gres(nodes)
+    memory = requested_memory(nodes) or offered.memory
     cpus = nodes.cpus or offered.cpus
     devices: tuple[Device, ...]
     if not wanted:
-        cpu = catalog.load_devices()["cpu-avx2"].device("cpu-avx2", offered.memory)
+        cpu = catalog.load_devices()["cpu-avx2"].device("cpu-avx2", memory)
         assert cpu is not None
         devices = (cpu.but(threads=cpus),)
     else:
@@ -257,23 +246,10 @@ def _offered_host(nodes: SlurmNodes, key: str, login: str | None) -> Host:
         name="node",
         devices=devices,
         cpus=cpus,
-        memory=offered.memory,
+        memory=memory,
         enter=("srun",),
         python=sys.executable,
     )
-
-
-def _has_gres(offered: str, wanted: str) -> bool:
-    """Return whether a node's GRES holds those of a `--gres`, by name and kind."""
-    has = {entry.split("(")[0].rpartition(":")[0] for entry in offered.split(",")}
-    kinds = {entry.split(":")[0] for entry in has}
-    for entry in filter(None, wanted.split(",")):
-        words = [word for word in entry.split(":") if not word.isdecimal()]
-        if len(words) == 1 and words[0] not in kinds:
-            return False
-        if len(words) > 1 and ":".join(words) not in has:
-            return False
-    return True
 
 
 def _gpus_of(offered: str, nodes: SlurmNodes, key: str) -> tuple[Device, ...]:
