@@ -6,16 +6,17 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from farspan.app.preflight_checks import refuse_existing, refuse_file
 from farspan.app.resolving import allowed_techniques, prepare_run_corpus
 from farspan.app.updates import Note, Progress, ignore_update
-from farspan.domain.config import RunConfig
-from farspan.domain.escapes import shell_line
+from farspan.domain.config import RunConfig, SlurmConfig, SlurmNodes
 from farspan.domain.interpreter import module_command
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder
@@ -25,11 +26,14 @@ from farspan.launch.slurm_client import (
     QueuedJob,
     check_script,
     find_job,
+    has_slurm,
     list_jobs,
     require_slurm,
     run_client,
     submit_script,
 )
+from farspan.launch.slurm_partitions import node_tables, offered_nodes
+from farspan.launch.slurm_reasons import find_stuck
 from farspan.launch.slurm_sites import login_command, site_job_name
 from farspan.planning.slurm_script import (
     LoginNode,
@@ -48,12 +52,23 @@ FIRST_LOOK_S = 10.0
 
 class Submitted(msgspec.Struct, frozen=True, kw_only=True):
     """A job that was submitted, with its script and log; `queued` is its state in the
-    queue, None of one that has ended."""
+    queue, None of one that has ended; `stuck` is why it never starts, if so."""
 
     id: str
     script: Path
     log: Path
     queued: QueuedJob | None
+    stuck: str | None = None
+
+
+class QueuedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A run whose job is in the queue, and that job's log; `stuck` is why it never starts, if
+    so."""
+
+    run: str
+    job: QueuedJob
+    log: str
+    stuck: str | None
 
 
 def training_script(config: RunConfig, run: RunFolder, words: Sequence[object]) -> str:
@@ -108,11 +123,9 @@ def _farspan(config: RunConfig) -> list[str]:
     return module_command(python, "farspan")
 
 
-def submit_training(
-    config: RunConfig, run: RunFolder, script: str, progress: Progress = ignore_update
-) -> Submitted:
-    """Submit the script of a run. Raises Refusal for a run that is finished or has a job already,
-    and with Slurm's reason where it takes no such job."""
+def require_submittable(config: RunConfig, run: RunFolder) -> None:
+    """Refuse a run that is finished or has a job already, and what another site refuses: all that
+    needs no submission. Raises Refusal."""
     from farspan.report.history import is_complete
 
     require_slurm()
@@ -129,10 +142,19 @@ def submit_training(
     else:
         refuse_existing(run.path, command("slurm", "run.yaml", "--run", f"{run.path}-2"))
     _refuse_second_job(run)
+    for name, text in site_scripts(config, run).items():
+        site = config.slurm.sites[name]
+        key = f"slurm.sites.{name}"
+        with _naming_unmet_key({key: site}, site.login):
+            check_script(text, site.login, key)
+
+
+def submit_training(
+    config: RunConfig, run: RunFolder, script: str, progress: Progress = ignore_update
+) -> Submitted:
+    """Submit the script of a run that `require_submittable` lets pass. Raises Refusal with Slurm's
+    reason where it takes no such job."""
     scripts = site_scripts(config, run)
-    # Before anything is in a queue: what a site refuses.
-    for site, text in scripts.items():
-        check_script(text, config.slurm.sites[site].login, f"slurm.sites.{site}")
     if config.slurm.offline:
         progress(Note("preparing the text here: nodes have no internet"))
         prepare_run_corpus(config, progress)
@@ -144,12 +166,12 @@ def submit_training(
         # Jobs elsewhere first: the run's own job submits those that it misses.
         for site, text in scripts.items():
             login = config.slurm.sites[site].login
-            if list_jobs(site_job_name(site_jobs_of(run), site), login):
+            if list_jobs(site_job_name(site_jobs_of(run), site), login=login):
                 continue
             number = submit_script(text, login, f"slurm.sites.{site}")
             submitted.append((login, number))
             progress(Note(f"site {site}: job {number} submitted at {login}"))
-        return _submit(script, file, path.with_name(f"{path.name}.slurm.log"), progress)
+        return _submit(config.slurm, script, file, log_of_jobs(run), progress)
     except Refusal:
         for login, number in submitted:
             run_client(["scancel", number], login)
@@ -159,16 +181,49 @@ def submit_training(
 def submit_probe(
     config: RunConfig, out: Path, script: str, progress: Progress = ignore_update
 ) -> Submitted:
-    """Submit the script of `probe_script`."""
+    """Submit the script of `probe_script` to a file that `require_probe_file` lets pass."""
+    path = out.absolute()
+    log = path.with_suffix(".slurm.log")
+    return _submit(config.slurm, script, path.with_suffix(".sbatch"), log, progress)
+
+
+def require_probe_file(out: Path) -> None:
+    """Refuse a cluster file that is there. Raises Refusal."""
     require_slurm()
     another = out.with_stem(f"{out.stem}-2")
     refuse_file(out, command("slurm", "run.yaml", "--probe", another))
-    path = out.absolute()
-    return _submit(script, path.with_suffix(".sbatch"), path.with_suffix(".slurm.log"), progress)
 
 
-def _submit(script: str, file: Path, log: Path, progress: Progress) -> Submitted:
-    number = submit_script(script)
+def log_of_jobs(run: RunFolder) -> Path:
+    """Return the log of a run's jobs."""
+    path = run.path.absolute()
+    return path.with_name(f"{path.name}.slurm.log")
+
+
+@contextmanager
+def _naming_unmet_key(nodes: Mapping[str, SlurmNodes], login: str | None = None) -> Iterator[None]:
+    """Refuse by the key that no node meets, where Slurm refuses the nodes as a whole; `nodes` are
+    tables of run.yaml by their key."""
+    try:
+        yield
+    except Refusal as refusal:
+        whole = {f"{key}.nodes" for key in nodes}
+        if refusal.problem.key not in whole:
+            raise
+        for key, asked in nodes.items():
+            try:
+                offered_nodes(asked, key, login)
+            except Refusal as unmet:
+                fact = f"{unmet.problem.fact}; sbatch: {refusal.problem.fact}"
+                raise Refusal.of(replace(unmet.problem, fact=fact)) from None
+        raise
+
+
+def _submit(
+    config: SlurmConfig, script: str, file: Path, log: Path, progress: Progress
+) -> Submitted:
+    with _naming_unmet_key(dict(node_tables(config))):
+        number = submit_script(script)
     write_atomically(file, script.encode())
     deadline = time.monotonic() + FIRST_LOOK_S
     queued = find_job(number)
@@ -176,21 +231,60 @@ def _submit(script: str, file: Path, log: Path, progress: Progress) -> Submitted
         time.sleep(QUEUE_POLL_S / 5)
         queued = find_job(number)
     progress(Note(str(queued) if queued else f"job {number} has ended"))
-    return Submitted(id=number, script=file, log=log, queued=queued)
+    stuck = find_stuck(queued, config) if queued else None
+    if stuck is not None:
+        progress(Note(str(stuck)))
+    return Submitted(
+        id=number, script=file, log=log, queued=queued, stuck=str(stuck) if stuck else None
+    )
+
+
+def queued_runs(runs: Sequence[RunFolder]) -> list[QueuedRun]:
+    """Return those of some runs that have a job in the queue; none where Slurm is not here."""
+    if not runs or not has_slurm():
+        return []
+    by_name = dict[str, list[RunFolder]]()
+    for run in runs:
+        by_name.setdefault(job_name(run.path.absolute().name), []).append(run)
+    queued = dict[Path, QueuedRun]()
+    for job in list_jobs(*by_name):
+        workdir = Path(os.path.realpath(job.workdir))
+        for run in by_name.get(job.name, ()):
+            # The components of a heterogeneous job are one job.
+            if run.path in queued or not _is_submitted_from(workdir, run):
+                continue
+            stuck = find_stuck(job)
+            queued[run.path] = QueuedRun(
+                run=str(run.path),
+                job=job,
+                log=str(log_of_jobs(run)),
+                stuck=str(stuck) if stuck else None,
+            )
+    return list(queued.values())
+
+
+def _is_submitted_from(workdir: Path, run: RunFolder) -> bool:
+    """Return whether a job of the run's name that begins in a folder is this run's: that is the
+    current folder, or the one that holds `runs/NAME`."""
+    path = Path(os.path.realpath(run.path))
+    return workdir in (Path(os.path.realpath(Path.cwd())), path.parent, path.parent.parent)
+
+
+def submitted_runs(folder: Path) -> list[RunFolder]:
+    """List the runs of a folder that were submitted and have no plan yet."""
+    runs = [RunFolder(script.with_suffix("")) for script in sorted(folder.glob("*.sbatch"))]
+    return [run for run in runs if not run.plan.exists()]
 
 
 def _refuse_second_job(run: RunFolder) -> None:
     """Refuse a run whose job is in the queue: both would want its lock."""
-    name = job_name(run.path.absolute().name)
-    for job in list_jobs(name):
-        if os.path.realpath(job.workdir) != os.path.realpath(Path.cwd()):
-            continue
+    for queued in queued_runs([run]):
         raise Refusal(
             "run-busy",
-            what=f"this run has a job already, {job.id}",
+            what=f"this run has a job already, {queued.job.id}",
             where=run.path,
-            fact=str(job),
-            remedy=shell_line("scancel", job.id),
+            fact=str(queued.job),
+            remedy=command("status", run.path),
         )
 
 

@@ -256,8 +256,8 @@ def train_run(
 
 
 def _remedy_after_stop(run: RunFolder, launcher: str) -> str:
-    """Return the command that resumes a run which was asked to stop. A Slurm job cannot tell its
-    limit, after which it goes back into the queue, from a scancel."""
+    """Return the command that resumes a run which was asked to stop. A Slurm job does not know why
+    it was asked: after its limit it goes back into the queue, after a scancel it does not."""
     remedy = run.resume_command()
     if launcher == SLURM:
         return f"{remedy}, unless its job goes back into the queue by itself"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -257,10 +258,10 @@ def _is_run(text: str) -> bool:
         return False
 
 
-def find_runs(given: argparse.Namespace) -> list[RunFolder]:
+def find_runs(named: Sequence[str]) -> list[RunFolder]:
     """Return the runs that were named, or all under `runs/`, the newest first."""
-    if given.runs:
-        return [RunFolder.existing(Path(run)) for run in given.runs]
+    if named:
+        return [RunFolder.existing(Path(run)) for run in named]
     return [RunFolder(plan.parent) for plan in reversed(_started_plans())]
 
 

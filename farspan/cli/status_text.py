@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from farspan.app.jobs import Status
 from farspan.cli.paint import text_width, wants_colours
+from farspan.domain.escapes import shell_line
 from farspan.domain.problems import command
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_seconds
@@ -14,19 +16,22 @@ from farspan.report.run_endings import ending
 from farspan.report.tables import table_lines
 from farspan.report.text import recovery_words
 
+if TYPE_CHECKING:
+    from farspan.app.slurm_jobs import QueuedRun
+
 STATUS_HEADS = ("run", "state", "step", "done", "loss", "tokens/s", "saved", "left")
 #: As rich names styles.
 STATE_STYLES = {"running": "bold green", "failed": "red", "lost": "red"}
 
 
 def list_runs(statuses: Sequence[Status], *, json: bool) -> list[str]:
-    """List a line a run. `saved` is how long ago the newest checkpoint was written."""
+    """List a line a run. `saved` is when the newest checkpoint was written."""
     rows = []
     for status in statuses:
         row = [status.run, _state_text(status), f"{status.step:,}", f"{status.share:.0%}"]
         row.append(_format_known(status.loss, "{:.3f}".format))
         row.append(_format_known(status.tokens_per_s, "{:,.0f}".format))
-        row.append(_format_known(status.saved_s, format_largest_unit))
+        row.append(_format_known(status.saved_s, _format_largest_unit_ago))
         row.append(_format_known(status.left_s, format_largest_unit))
         rows.append(row)
     right = range(2, len(STATUS_HEADS))
@@ -67,11 +72,15 @@ def _state_text(status: Status) -> str:
     return status.state
 
 
-def describe_run(status: Status, now: float) -> Iterator[str]:
-    """Yield lines on one run: how it stands, how far it is, and what to do next."""
+def describe_run(status: Status, now: float, queued: QueuedRun | None = None) -> Iterator[str]:
+    """Yield lines on one run: how it stands, how far it is, its Slurm job if that waits or starts,
+    and what to do next."""
     yield f"{status.run}: {_state_sentence(status, now)}"
     for name, fact in _status_facts(status):
         yield f"  {name:<11} {fact}"
+    if queued is not None:
+        yield from _queue_lines(queued)
+        return
     if status.problem is not None:
         yield str(status.problem)
     elif status.state == "running":
@@ -80,6 +89,24 @@ def describe_run(status: Status, now: float) -> Iterator[str]:
         yield f"next: {command('report', status.run)}"
     elif not status.saving:  # Else workers of a lost job still hold the run.
         yield f"next: {RunFolder(Path(status.run)).resume_command()}"
+
+
+def describe_queued_run(queued: QueuedRun) -> Iterator[str]:
+    """Yield lines on a run that has not begun: the state of its Slurm job, and its log."""
+    states = {"PENDING": "waits in the queue", "RUNNING": "runs and prepares the run"}
+    yield f"{queued.run}: not begun; its Slurm job {states.get(queued.job.state, 'is starting')}"
+    yield from _queue_lines(queued)
+
+
+def _queue_lines(queued: QueuedRun) -> Iterator[str]:
+    yield f"  {'queue':<11} {queued.job}"
+    if queued.stuck is not None:
+        yield f"  {'':<11} {queued.stuck}"
+    yield f"  {'log':<11} {queued.log}"
+    if Path(queued.log).exists():
+        yield f"next: {shell_line('tail', '-f', queued.log)}"
+    else:
+        yield f"next: {shell_line('squeue', '--jobs', queued.job.id)}"
 
 
 def _state_sentence(status: Status, now: float) -> str:
@@ -126,6 +153,10 @@ def step_of(status: Status) -> str:
 
 def _format_ago(seconds: float) -> str:
     return f"{format_seconds(seconds)} ago" if seconds >= 1 else "just now"
+
+
+def _format_largest_unit_ago(seconds: float) -> str:
+    return f"{format_largest_unit(seconds)} ago"
 
 
 def format_largest_unit(seconds: float) -> str:

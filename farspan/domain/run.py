@@ -285,12 +285,15 @@ class RunFolder:
         """Write the command that resumes the run, on the machine where farspan was asked to
         train. A run of Slurm jobs is submitted again."""
         path = Path(os.environ.get(HOME_VARIABLE, self.path))
-        launcher = "local"
-        with suppress(Refusal):  # A record that is damaged or gone names none.
-            launcher = load(self.record, RunRecord).launcher
-        if launcher == "slurm":
+        if self.is_of_slurm():
             return command("slurm", path / self.config.name, "--run", path)
         return command("resume", path)
+
+    def is_of_slurm(self) -> bool:
+        """Return whether the run is trained in Slurm jobs, by its record."""
+        with suppress(Refusal):  # One that is damaged or gone names no launcher.
+            return load(self.record, RunRecord).launcher == "slurm"
+        return False
 
     def doctor_command(self) -> str:
         """Write the command that examines the run's hosts and links, on the same machine."""

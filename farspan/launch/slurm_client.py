@@ -24,7 +24,7 @@ CLIENT_TIMEOUT_S = 120.0
 SSH_FAILED = 255
 COMMAND_MISSING = 127
 #: What squeue prints of a job (`QueuedJob`): the folder may hold any letter.
-QUEUE_FORMAT = "%i|%T|%r|%V|%S|%N|%C|%Z"
+QUEUE_FORMAT = "%i|%T|%r|%V|%S|%N|%C|%j|%Z"
 #: Commands that list what there is.
 ASSOCIATIONS = ("sacctmgr", "show", "associations", "format=user,account,partition,qos")
 NODES = ("sinfo", "--format=%P %l %D %c %m %G %f")
@@ -66,11 +66,13 @@ class QueuedJob(msgspec.Struct, frozen=True, kw_only=True):
     """A job as the queue shows it; `reason` is why it does not run, else `None`."""
 
     id: str
+    name: str
     state: str
     reason: str
     #: The folder that it runs in.
     workdir: str
-    #: When it was submitted, and when it is predicted to start (`N/A` where nothing is known).
+    #: When it was submitted, and when it has started or is predicted to (`N/A` where nothing is
+    #: known).
     submitted: str
     starts: str
     #: Its nodes in Slurm's short form, empty while it waits; and the CPUs of all together.
@@ -83,6 +85,10 @@ class QueuedJob(msgspec.Struct, frozen=True, kw_only=True):
             text += f" ({self.reason}), since {self.submitted}"
             if self.starts != "N/A":
                 text += f", predicted to start {self.starts}"
+        elif self.state == "COMPLETING":
+            text += ", it has ended and its nodes are being cleared"
+        elif self.starts != "N/A":
+            text += f", since {self.starts}"
         return text
 
 
@@ -126,9 +132,10 @@ def check_script(script: str, login: str | None = None, key: str = "slurm") -> s
     return done.stderr.strip()
 
 
-def list_jobs(name: str, login: str | None = None) -> list[QueuedJob]:
-    """List this user's jobs of a name that have not ended."""
-    words = ["squeue", "--me", "--noheader", f"--name={name}", f"--format={QUEUE_FORMAT}"]
+def list_jobs(*job_names: str, login: str | None = None) -> list[QueuedJob]:
+    """List this user's jobs of these names that have not ended."""
+    words = ["squeue", "--me", "--noheader", f"--name={','.join(job_names)}"]
+    words.append(f"--format={QUEUE_FORMAT}")
     return _parse_jobs(run_client(words, login))
 
 
@@ -146,10 +153,11 @@ def _parse_jobs(done: subprocess.CompletedProcess[str]) -> list[QueuedJob]:
     for line in done.stdout.splitlines():
         if line.count("|") < QUEUE_FORMAT.count("|"):
             raise _no_answer("squeue", f"it prints {line[:200]!r} before its answer")
-        number, state, reason, submitted, starts, nodes, cpus, workdir = line.split("|", 7)
+        number, state, reason, submitted, starts, nodes, cpus, name, workdir = line.split("|", 8)
         if state in LIVE_STATES:
             job = QueuedJob(
                 id=number,
+                name=name,
                 state=state,
                 reason=reason,
                 workdir=workdir,

@@ -74,7 +74,7 @@ def login_command(login: str) -> tuple[str, ...]:
 def find_site_job(site: SlurmSite, name: str) -> tuple[QueuedJob, SiteJob] | None:
     """Return the newest job of a name at a site, as its queue shows it, and its nodes; None where
     none is in the queue. Raises Refusal."""
-    queued = max(list_jobs(name, site.login), key=lambda job: int(job.id), default=None)
+    queued = max(list_jobs(name, login=site.login), key=lambda job: int(job.id), default=None)
     if queued is None:
         return None
     nodes = list[SiteNode]()

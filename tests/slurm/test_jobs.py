@@ -3,13 +3,16 @@ losses are those of an undisturbed run."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
+from farspan.domain.problems import EXIT_CODES
 from tests.slurm.daemons import Slurm
 from tests.slurm.places import LONG_MINUTES, Place
 from tests.waiting import wait_for
@@ -89,7 +92,8 @@ def test_cancelled_job_saves_and_stays_out_of_the_queue(place: Place):
     place.wait_until_trained(job, "stopped", 2)
     again = place.farspan("slurm", "run.yaml", "--run", "runs/stopped")
     assert again.returncode == 33
-    assert f"scancel {job}" in again.stderr
+    assert "farspan status runs/stopped" in again.stderr and f"job {job}: " in again.stderr
+    assert "#SBATCH" not in again.stdout
     place.slurm.run("scancel", job)
     place.wait_until_ended(job, "stopped")
     assert place.slurm.job(job)["JobState"] == "CANCELLED"
@@ -125,9 +129,43 @@ def test_job_whose_gpu_pytorch_does_not_see_trains_nothing(place: Place):
     assert not place.run_folder("unseen").path.exists()
 
 
-def test_job_that_waits_says_why(place: Place):
+def test_job_that_never_starts_says_why(place: Place):
     place.write_config("run.yaml", steps=20, nodes=9)
     done = place.farspan("slurm", "run.yaml")
     assert done.returncode == 0, done.stderr
-    assert "PENDING (PartitionConfig)" in done.stdout
+    assert re.search(r"PENDING \(Partition(Config|NodeLimit)\)", done.stdout)
+    assert "partition main has fewer than 9 such nodes (sinfo: 2)" in done.stdout
+    assert "then set slurm.nodes: 2" in done.stdout
+    for words in ((), ("runs/text",)):
+        status = place.farspan("status", *words)
+        assert status.returncode == 0, status.stderr
+        assert "runs/text: not begun; its Slurm job waits in the queue" in status.stdout
+        assert "it never starts" in status.stdout
     place.slurm.run("scancel", "--name=farspan-text")
+
+
+def test_status_shows_the_job_of_a_run_that_has_not_begun_or_is_requeued(place: Place):
+    place.write_config("run.yaml", steps=STEPS, cpus=2)
+    assert place.farspan("status", "runs/held").returncode == EXIT_CODES["not-a-run"]
+    place.write_config("held.yaml", steps=STEPS, cpus=2, options=["--hold"])
+    job = place.submit("held.yaml", "held")
+    answer = json.loads(place.farspan("status", "runs/held", "--json").stdout)
+    (queued,) = answer["queued"]
+    assert (queued["job"]["id"], queued["job"]["state"]) == (job, "PENDING")
+    assert queued["job"]["reason"] == "JobHeldUser"
+    assert queued["log"] == str(place.folder / "runs" / "held.slurm.log")
+    assert f"scontrol release {job}" in queued["stuck"]
+    place.slurm.run("scontrol", "release", job)
+    place.wait_until_trained(job, "held", 2)
+    place.slurm.run("scontrol", "requeuehold", job)
+    wait_for(
+        lambda: (
+            place.slurm.run("squeue", "-h", f"--jobs={job}", "-o", "%T").stdout.strip() == "PENDING"
+        ),
+        "the job is requeued",
+    )
+    status = place.farspan("status", "runs/held").stdout
+    assert f"job {job}: PENDING" in status and "farspan slurm" not in status
+    place.slurm.run("scancel", job)
+    place.wait_until_ended(job, "held")
+    assert "next: farspan slurm" in place.farspan("status", "runs/held").stdout

@@ -47,6 +47,11 @@ def run(given: argparse.Namespace, console: Console) -> None:
         script = slurm_jobs.training_script(config, folder, words_again(given))
     else:
         script = slurm_jobs.probe_script(config, given.probe)
+    # Before the script: an error at its end is easily overlooked.
+    if not given.only_print and given.probe is None:
+        slurm_jobs.require_submittable(config, folder)
+    elif not given.only_print:
+        slurm_jobs.require_probe_file(given.probe)
     console.write_line(script)
     sites = slurm_jobs.site_scripts(config, folder) if given.probe is None else {}
     for site, text in sites.items():
@@ -75,5 +80,6 @@ def run(given: argparse.Namespace, console: Console) -> None:
             "script": str(submitted.script),
             "log": str(submitted.log),
             "queued": submitted.queued,
+            **({"stuck": submitted.stuck} if submitted.stuck else {}),
         }
     )

@@ -5,10 +5,20 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from shutil import which
+from typing import TYPE_CHECKING
 
 from farspan.cli.arguments import find_runs
 from farspan.cli.console import Console
 from farspan.domain.problems import Refusal
+from farspan.domain.run import RunFolder
+
+if TYPE_CHECKING:
+    from farspan.app.jobs import Status
+    from farspan.app.slurm_jobs import QueuedRun
 
 HELP = "show whether runs go on, and how far they are"
 
@@ -20,25 +30,72 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    runs = find_runs(given)
     from farspan.app.jobs import read_status
-    from farspan.cli.status_text import describe_run, list_runs
+    from farspan.cli.status_text import describe_queued_run, describe_run, list_runs
 
-    if len(given.runs) == 1:
-        statuses = [read_status(runs[0])]
-        for line in describe_run(statuses[0], time.time()):
-            console.write_line(line)
-    else:
-        statuses = []
-        problems = []
-        for folder in runs:
-            try:
-                statuses.append(read_status(folder))
-            except Refusal as refusal:  # One that is damaged hides no other.
-                problem = refusal.problem
-                problems.append(f"{folder.path}: {problem.what} ({problem.where})")
+    unbegun = _find_unbegun(given)
+    known = {queued.run for queued in unbegun}
+    is_one = len(given.runs) == 1
+    named = [run for run in given.runs if str(Path(run)) not in known]
+    runs = []
+    if named or not unbegun or (not given.runs and any(Path("runs").glob("*/plan.json"))):
+        runs = find_runs(named)
+    statuses = []
+    problems = []
+    for folder in runs:
+        try:
+            statuses.append(read_status(folder))
+        except Refusal as refusal:  # One that is damaged hides no other.
+            if is_one:
+                raise
+            problem = refusal.problem
+            problems.append(f"{folder.path}: {problem.what} ({problem.where})")
+    queued = [*unbegun, *_find_queued(statuses)]
+    if is_one:
+        for status in statuses:
+            for line in describe_run(status, time.time(), queued[0] if queued else None):
+                console.write_line(line)
+    elif statuses:
         for line in list_runs(statuses, json=console.json):
             console.write_line(line, painted=True)
-        for line in problems:
-            console.write_line(line)
-    console.answer({"runs": statuses})
+    for waiting in queued:
+        if not (is_one and statuses):
+            for line in describe_queued_run(waiting):
+                console.write_line(line)
+    for line in problems:
+        console.write_line(line)
+    console.answer({"runs": statuses, **({"queued": queued} if queued else {})})
+
+
+def _find_unbegun(given: argparse.Namespace) -> list[QueuedRun]:
+    """Return the runs that were named, or all under runs/, which have a Slurm job and no folder
+    yet."""
+    runs = [RunFolder(Path(run)) for run in given.runs]
+    unbegun = [run for run in runs if not run.plan.exists()]
+    if not given.runs and which("sbatch"):
+        from farspan.app.slurm_jobs import submitted_runs
+
+        unbegun = submitted_runs(Path("runs"))
+    return _ask_queue(unbegun)
+
+
+def _find_queued(statuses: Sequence[Status]) -> list[QueuedRun]:
+    """Return those runs that are neither trained now nor finished and have a Slurm job."""
+    runs = []
+    for status in statuses:
+        run = RunFolder(Path(status.run))
+        if status.state not in ("running", "finished") and run.is_of_slurm():
+            runs.append(run)
+    return _ask_queue(runs)
+
+
+def _ask_queue(runs: Sequence[RunFolder]) -> list[QueuedRun]:
+    """Return those of some runs that have a Slurm job; none where Slurm does not answer: what lies
+    here is shown all the same."""
+    if not runs or not which("sbatch"):
+        return []
+    from farspan.app.slurm_jobs import queued_runs
+
+    with suppress(Refusal):
+        return queued_runs(runs)
+    return []
