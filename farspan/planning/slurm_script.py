@@ -6,6 +6,7 @@ Options are those of Slurm 21.08 and newer.
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from farspan.planning.quantities import out_of_range, parse_positive, setting_re
 
 #: Slurm sends the notice up to this much earlier than asked for (sbatch(1), --signal).
 NOTICE_RESOLUTION_S = 60.0
+#: A step and a save need about this much. A choice: a shorter notice is not proposed.
+MIN_NOTICE_S = 20
 #: What --signal takes at most, seconds.
 MAX_NOTICE_S = 65535.0
 #: Signals that a process does not end by of itself: a kill, as for memory, and crashes.
@@ -33,6 +36,8 @@ CRASHES = (
 )
 #: Starts in one job after such ends that bring no new checkpoint. A choice.
 MAX_KILLS = 3
+#: Times as sbatch takes them, but for bare minutes: with days, or with colons.
+SLURM_TIME = re.compile(r"(?:(?P<days>\d+)-(?=\d)|(?=\d+:))(?P<clock>\d+(?::\d+){0,2})")
 #: Keys of `SlurmNodes` and `SlurmConfig` that are an option of sbatch, with its name.
 NODE_OPTIONS = {
     "partition": "partition",
@@ -288,13 +293,27 @@ def job_limit_s(config: SlurmConfig) -> float | None:
 
 
 def _limit_s(time: Quantity | None, key: str) -> float | None:
-    return None if time is None else parse_positive(parse_duration, time, key, "4h")
+    return None if time is None else _parse_time(time, key, "4h")
+
+
+def _parse_time(value: Quantity, key: str, example: str) -> float:
+    """Read `4h`, or a form of Slurm's own: `04:00:00`, `30:00`, `1-12`, `1-12:30:00`. Raises
+    Refusal (out-of-range)."""
+    match = SLURM_TIME.fullmatch(str(value).strip())
+    if match is not None:
+        # After days the first number is of hours, else the last one of seconds.
+        numbers = [int(number) for number in match["clock"].split(":")]
+        if match["days"] is None:
+            numbers = [0] * (3 - len(numbers)) + numbers
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+        value = f"{int(match['days'] or 0) * 86400 + hours * 3600 + minutes * 60 + seconds}s"
+    return parse_positive(parse_duration, value, key, example)
 
 
 def parse_notice_s(config: SlurmConfig) -> float:
     """Return the seconds before a job's limit at which the run saves. Raises Refusal
     (out-of-range)."""
-    notice_s = parse_positive(parse_duration, config.notice, "slurm.notice", "3m")
+    notice_s = _parse_time(config.notice, "slurm.notice", "3m")
     if notice_s > MAX_NOTICE_S:
         raise out_of_range(
             "slurm.notice",
@@ -308,18 +327,21 @@ def parse_notice_s(config: SlurmConfig) -> float:
 def parse_wait_s(config: SlurmConfig) -> float:
     """Return the seconds that a run's first start waits for the jobs at other sites. Raises Refusal
     (out-of-range)."""
-    return parse_positive(parse_duration, config.wait, "slurm.wait", "30m")
+    return _parse_time(config.wait, "slurm.wait", "30m")
 
 
 def _refuse_long_wait(config: SlurmConfig, limit_s: float | None) -> None:
     """Refuse a job whose limit would come while it waits for those at other sites."""
     waited_s = parse_wait_s(config) + parse_notice_s(config) + NOTICE_RESOLUTION_S
     if limit_s is not None and waited_s >= limit_s:
+        # Half of what is left is for training.
+        room_s = limit_s - parse_notice_s(config) - NOTICE_RESOLUTION_S
+        wait_s = max(1, int(room_s // 2))
         raise out_of_range(
             "slurm.wait",
             config.wait,
             f"a job that takes {format_seconds(limit_s)} would end before it trains",
-            "set a shorter slurm.wait, or a longer slurm.time",
+            f"--set slurm.wait={wait_s:d}s",
         )
 
 
@@ -330,6 +352,11 @@ def _signal_lines(
     notice that would come when the job starts."""
     notice_s = parse_notice_s(config)
     if limit_s is not None and notice_s + NOTICE_RESOLUTION_S >= limit_s:
+        # Half of what is left is for training.
+        shorter_s = int(limit_s - NOTICE_RESOLUTION_S) // 2
+        remedy = f"--set slurm.notice={shorter_s:d}s"
+        if shorter_s < MIN_NOTICE_S:
+            remedy = f"--set {key_word(key)}=1h"
         raise Refusal(
             "out-of-range",
             what=f"{key} = {time} leaves no time to train",
@@ -338,7 +365,7 @@ def _signal_lines(
                 f"the run saves {format_seconds(notice_s)} before the limit, and Slurm gives "
                 f"notice up to {format_seconds(NOTICE_RESOLUTION_S)} earlier"
             ),
-            remedy=f"set {key_word(key)}: 1h, or a shorter slurm.notice",
+            remedy=remedy,
             key=key,
         )
     yield f"#SBATCH --signal=B:USR1@{notice_s:.0f}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from farspan.app.configs import make_config
+from farspan.app.configs import make_config, override_config
 from farspan.app.slurm_jobs import site_jobs_of, site_scripts, training_script
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
@@ -258,6 +258,48 @@ def test_values_that_no_job_can_have_are_refused_with_their_key(slurm, key):
     assert key in (refused.value.problem.key, refused.value.problem.where) or key in str(
         refused.value
     )
+
+
+@pytest.mark.parametrize(
+    ("time", "option"),
+    [
+        ("4h", "0-04:00:00"),
+        ("04:00:00", "0-04:00:00"),
+        ("90:00", "0-01:30:00"),
+        ("1-00:00:00", "1-00:00:00"),
+        ("1-12", "1-12:00:00"),
+        ("2-06:30", "2-06:30:00"),
+    ],
+)
+def test_times_are_those_of_farspan_and_of_slurm(time, option):
+    assert f"--time={option}" in options(script_of(time=time))
+
+
+@pytest.mark.parametrize("time", [240, "240", "1:2:3:4", "-4:00", "4:00:00:", "1-"])
+def test_times_without_a_unit_and_other_forms_are_refused(time):
+    with pytest.raises(Refusal) as refused:
+        script_of(time=time)
+    assert refused.value.problem.key == "slurm.time"
+
+
+@pytest.mark.parametrize(
+    ("slurm", "example"),
+    [
+        ({"time": "3m"}, "--set slurm.notice=60s"),
+        ({"time": "4m", "notice": "3m"}, "--set slurm.notice=90s"),
+        ({"time": "2m", "notice": "2m"}, "--set slurm.notice=30s"),
+        ({"time": "90s"}, "--set slurm.time=1h"),
+        ({"time": "30m", "sites": {"mass": {"login": "mass"}}}, "--set slurm.wait=780s"),
+        ({"time": "4h", "notice": "1h", "wait": "3h", "sites": {"mass": {"login": "mass"}}}, ""),
+    ],
+)
+def test_remedy_of_a_job_without_time_to_train_is_a_value_that_works(slurm, example):
+    with pytest.raises(Refusal) as refused:
+        script_of(**slurm)
+    remedy = refused.value.problem.remedy
+    assert remedy.startswith(example)
+    config = override_config(make_config("text", slurm=slurm), remedy.removeprefix("--set "))
+    training_script(config, RunFolder(Path("runs/papers")), ["run.yaml"])
 
 
 @pytest.mark.parametrize(
