@@ -37,6 +37,7 @@ CHECKED_FUNCTIONS = {
     "install",
     "mending_command",
     "prepare_command",
+    "probe_command",
     "another_encoder",
     "install_command",
     "install_command_there",

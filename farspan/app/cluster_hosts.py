@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from farspan.app.clusters import find_cluster
+from farspan.app.clusters import find_cluster, probe_command
 from farspan.app.updates import Progress, ignore_update, note_reporter
 from farspan.domain.cluster import Cluster, Host
 from farspan.domain.problems import Problem, Refusal, command
@@ -100,7 +100,7 @@ def tune_cluster(
             what="no link of the cluster has a bandwidth, which buffers could be set for",
             where=name,
             fact=f"its hosts: {host_names}",
-            remedy=command("probe", "--cluster", name, "-o", "measured.yaml"),
+            remedy=probe_command(name, "measured.yaml"),
         )
     return tcp_buffers.tune_hosts(hosts, needs, seconds=seconds, sudo=sudo), unknown
 

@@ -144,6 +144,13 @@ def require_installed(cluster: Cluster, name: str) -> None:
             )
 
 
+def probe_command(name: str, out: object) -> str:
+    """Write the command that measures a cluster: that of Slurm is measured by a job."""
+    if name == SLURM:
+        return command("slurm", "run.yaml", "--probe", out)
+    return command("probe", "--cluster", name, "-o", out)
+
+
 def _slurm_cluster(config: RunConfig) -> Cluster:
     """Return the nodes of this Slurm job, and of those that run for it at other sites, with the
     figures of a cluster file if one is given; outside of a job those that it would get."""

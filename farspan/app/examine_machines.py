@@ -23,6 +23,7 @@ from farspan.domain.notebook import html_table
 from farspan.domain.problems import Finding, Problem, Refusal, command
 from farspan.domain.run import cache_folder
 from farspan.domain.units import counted, format_bytes
+from farspan.launch.slurm_allocation import SLURM, require_allocation
 
 if TYPE_CHECKING:
     from farspan.launch.network_examination import Examination
@@ -166,6 +167,8 @@ def probe_cluster(
 
     require_torch()
     spec = model_of(model)
+    if cluster == SLURM:
+        require_allocation("--cluster slurm", clusters.probe_command(cluster, out))
     described = clusters.find_cluster(cluster)
     length = spec.context if seq_len is None else seq_len
     if not 1 <= length <= spec.context:
@@ -177,7 +180,7 @@ def probe_cluster(
             remedy=f"--seq-len {spec.context:d}",
         )
     another = out.with_stem(f"{out.stem}-2")
-    refuse_file(out, command("probe", "--cluster", cluster, "-o", another))
+    refuse_file(out, clusters.probe_command(cluster, another))
     measured, failed, left_out = measure_cluster(
         described, spec, note_reporter(progress), seq_len=length
     )

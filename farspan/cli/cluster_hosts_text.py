@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from farspan.app.clusters import probe_command
 from farspan.cli.arguments import parse_port
 from farspan.cli.console import Console
 from farspan.cli.paint import text_width
@@ -130,7 +131,7 @@ def run_tune(given: argparse.Namespace, console: Console) -> int:
     for a, b in unknown:
         console.write_line(f"the bandwidth of {a} - {b} is unknown, and was left out")
     measured = "tuned.yaml" if Path(given.cluster).name == "measured.yaml" else "measured.yaml"
-    probe = command("probe", "--cluster", given.cluster, "-o", measured)
+    probe = probe_command(given.cluster, measured)
     if unknown:
         console.write_line(f"{probe} measures it")
     elif any(host.state in ("set", "restored") for host in tuned):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 
+from farspan.domain.cluster import Cluster
 from farspan.domain.plan import Plan
 from farspan.domain.units import format_bytes, format_rate
 from farspan.estimate.compute import UNKNOWN_FLOPS, best_product, product_dtype
@@ -39,12 +40,20 @@ def _assumed_networks(plan: Plan, costs: Costs) -> list[str]:
         bounds = f"such hosts have {format_rate(assumed.least)} to {format_rate(assumed.most)}"
         text = (
             f"{format_rate(assumed.rate)} is assumed between hosts{like} ({bounds}); measure it: "
-            "farspan probe --cluster CLUSTER -o measured.yaml"
+            f"{_probe_command(network.cluster)}"
         )
         sites = sites_by_text.setdefault(text, [])
         if site not in sites:
             sites.append(site)
     return [f"{_some(sites, 'sites')}: {text}" for text, sites in sites_by_text.items()]
+
+
+def _probe_command(cluster: Cluster) -> str:
+    """Return the command that measures a cluster. Nodes of Slurm are entered by srun: a job
+    measures them."""
+    if any("srun" in (host.enter or ()) for host in cluster.hosts):
+        return "farspan slurm run.yaml --probe measured.yaml"
+    return "farspan probe --cluster CLUSTER -o measured.yaml"
 
 
 def _rates(costs: Costs) -> list[str]:

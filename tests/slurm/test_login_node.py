@@ -10,9 +10,12 @@ from msgspec.structs import replace
 from farspan.app import training
 from farspan.app.jobs import read_status
 from farspan.cli.main import main
+from farspan.domain.catalog import load_devices
+from farspan.domain.cluster import Cluster, Host, Site
 from farspan.domain.problems import EXIT_CODES, Refusal
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.struct_files import load, save
+from farspan.estimate.assumption_sentences import _probe_command
 from tests import tiny
 from tests.app.supervised import Watched, made
 from tests.launch.test_launchers import TRAIN
@@ -80,3 +83,25 @@ def test_run_of_slurm_jobs_is_resumed_by_submitting_it(tmp_path, monkeypatch, ca
     assert f"next: {fix}\n" in capsys.readouterr().out
     main(["report", "run"])
     assert f"go on with it: {fix}\n" in capsys.readouterr().out
+
+
+def test_nodes_of_slurm_are_measured_by_a_job(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code = main(["probe", "--cluster", "slurm", "-o", "my nodes.yaml"])
+    assert code == EXIT_CODES["launcher-unusable"]
+    assert "fix:   farspan slurm run.yaml --probe 'my nodes.yaml'\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("enter", "probe"),
+    [
+        (("srun", "--overlap"), "farspan slurm run.yaml --probe measured.yaml"),
+        (None, "farspan probe --cluster CLUSTER -o measured.yaml"),
+    ],
+)
+def test_assumed_link_between_nodes_of_slurm_names_the_command_that_measures_it(enter, probe):
+    device = load_devices()["a30"].device("a30")
+    assert device is not None
+    hosts = [Host(name=f"node{number}", devices=(device,), enter=enter) for number in range(2)]
+    cluster = Cluster(sites=(Site(name="x", hosts=tuple(hosts)),))
+    assert _probe_command(cluster) == probe

@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 from itertools import combinations
 
-from farspan.app.clusters import find_cluster
+from farspan.app.clusters import find_cluster, probe_command
 from farspan.cli.cluster_hosts_text import (
     configure_hosts,
     run_down,
@@ -21,7 +21,6 @@ from farspan.cli.cluster_text import print_cluster
 from farspan.cli.console import Console
 from farspan.domain.cluster import Cluster
 from farspan.domain.cluster_json import as_json
-from farspan.domain.problems import command
 from farspan.domain.units import format_flops, format_rate
 
 HELP = "show, list or check clusters; set up their hosts"
@@ -69,7 +68,7 @@ def _show_cluster(given: argparse.Namespace, console: Console) -> None:
     for line in unknown:
         console.write_line(f"unknown: {line}")
     if unknown:
-        probe = command("probe", "--cluster", given.cluster, "-o", "measured.yaml")
+        probe = probe_command(given.cluster, "measured.yaml")
         console.write_line(f"{probe} measures what is unknown")
     devices = len(cluster.devices)
     return console.answer({"cluster": given.cluster, "devices": devices, "unknown": unknown})
