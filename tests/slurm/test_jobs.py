@@ -100,6 +100,18 @@ def test_cancelled_job_saves_and_stays_out_of_the_queue(place: Place):
     assert place.run_folder("stopped").newest_checkpoint() == place.step("stopped")
 
 
+def test_job_that_is_cancelled_before_its_first_step_names_the_command_that_submits_it(
+    place: Place,
+):
+    place.write_config("run.yaml", steps=STEPS, cpus=2)
+    job = place.submit("run.yaml", "early")
+    wait_for(lambda: place.log("early"), "farspan prints")
+    place.slurm.run("scancel", job)
+    place.wait_until_ended(job, "early")
+    (fix,) = re.findall("fix: .*", place.log("early"))
+    assert "farspan slurm " in fix and "--until-done" not in fix
+
+
 def test_job_that_saves_nothing_before_its_limit_does_not_go_round_for_ever(place: Place):
     place.write_config("run.yaml", steps=20)
     script = place.farspan("slurm", "run.yaml", "--print").stdout
