@@ -34,7 +34,7 @@ from farspan.app.updates import Ended, Note, Progress, ignore_update, note_repor
 from farspan.corpus.hub_models import find_model_folder
 from farspan.domain.config import RunConfig
 from farspan.domain.escapes import shell_word
-from farspan.domain.problems import Refusal, command
+from farspan.domain.problems import Refusal
 from farspan.domain.run import ID_BYTES, RunFolder, RunRecord
 from farspan.domain.run_events import STOP_REASONS, Started, read_events
 from farspan.domain.struct_files import load, to_json, write_atomically
