@@ -11,11 +11,12 @@ import os
 import pkgutil
 import signal
 import sys
+from functools import partial
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import msgspec
 
@@ -26,7 +27,7 @@ from farspan.cli import commands
 from farspan.cli.console import Console
 from farspan.domain.escapes import shell_line
 from farspan.domain.install import extra_of, install_command
-from farspan.domain.problems import Refusal, command
+from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.suggest import any_of, known_names, suggest, suggest_key
 
 #: The order in which `farspan --help` lists commands; those not named here follow by name.
@@ -216,21 +217,39 @@ def main(arguments: list[str] | None = None) -> int:
             return load_command(words[0]).run(given, console) or 0
     except BrokenPipeError:
         # Whoever read has gone: what Python still holds back for them must not fail at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output(sys.stdout)
     except (Exception, KeyboardInterrupt) as error:
         problem = as_refusal(error, words).problem
         if given is not None and problem.key is not None:
             from farspan.cli.arguments import at_option
 
             problem = at_option(problem, given)
-        console.refuse(problem)
-        fields = msgspec.to_builtins(problem)
-        for key, value in fields.items():
-            if isinstance(value, str):  # As UTF-8 can have it: names of files are bytes.
-                fields[key] = value.encode(errors="backslashreplace").decode()
-        console.answer({"problem": fields})
+        _print_problem(problem, console)
         return problem.exit_code
     return 0
+
+
+def _print_problem(problem: Problem, console: Console) -> None:
+    """Print what ends a command, as far as it can be written: a full disk takes no message."""
+    fields = msgspec.to_builtins(problem)
+    for key, value in fields.items():
+        if isinstance(value, str):  # As UTF-8 can have it: names of files are bytes.
+            fields[key] = value.encode(errors="backslashreplace").decode()
+    shown = (
+        (sys.stderr, partial(console.refuse, problem)),
+        (sys.stdout, partial(console.answer, {"problem": fields})),
+    )
+    for stream, show in shown:
+        try:
+            show()
+            stream.flush()
+        except OSError:
+            _discard_output(stream)
+
+
+def _discard_output(stream: TextIO) -> None:
+    """Lead a stream nowhere, with all that Python still holds back for it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def as_refusal(error: BaseException, words: list[str]) -> Refusal:

@@ -664,3 +664,40 @@ def test_workers_whose_launcher_was_killed_save_and_end(training):
     process.kill()
     until(lambda: '"reason":"interrupted"' in (path / "events.jsonl").read_text())
     assert len(saved(path)) == 1
+
+
+NEEDS_FULL = pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="waits for a system with /dev/full"
+)
+
+
+@NEEDS_FULL
+@pytest.mark.parametrize(
+    ("words", "code"), [(("cluster", "list"), "disk-full"), (("plan", "gone.yaml"), "path-missing")]
+)
+def test_full_disk_for_output_leaves_the_exit_code(words, code, tmp_path):
+    """As of a job whose log lies there: not even the message can be written."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "farspan", *words],
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            stdout=full,
+            stderr=full,
+            timeout=LIMIT_S,
+        )
+    assert done.returncode == EXIT_CODES[code]
+
+
+@NEEDS_FULL
+def test_answer_of_json_comes_where_no_message_can_be_written(tmp_path):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "farspan", "plan", "gone.yaml", "--json"],
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=full,
+            timeout=LIMIT_S,
+        )
+    assert json.loads(done.stdout)["problem"]["code"] == "path-missing"
