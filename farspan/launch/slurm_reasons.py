@@ -69,9 +69,7 @@ def find_stuck(job: QueuedJob, config: SlurmConfig | None = None) -> Stuck | Non
     if lasting is None:
         return None
     keys, why = lasting
-    remedy = (
-        f"{shell_line('scancel', job.id)}, then change {any_key([f'slurm.{key}' for key in keys])}"
-    )
+    remedy = f"{shell_line('scancel', job.id)}, then change {any_key(keys)}"
     if config is not None:
         try:
             require_offered(config)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from farspan.domain.config import SlurmConfig, SlurmNodes
+from farspan.domain.config import RunConfig, SlurmConfig, SlurmNodes
 from farspan.domain.problems import Refusal
+from farspan.domain.struct_files import keys_of
 from farspan.launch.slurm_allocation import offered_cluster
 from farspan.launch.slurm_client import QueuedJob
 from farspan.launch.slurm_partitions import has_gres, requested_memory, require_offered
@@ -79,7 +82,10 @@ def test_reasons_that_waiting_does_not_resolve_name_what_mends_them(reason, key)
     )
     stuck = find_stuck(job)
     assert (stuck is None) is (key is None)
-    assert stuck is None or key in stuck.remedy
+    if stuck is not None:
+        assert key in stuck.remedy
+        named = re.findall(r"[a-z_.]*slurm[.\w]+", stuck.remedy)
+        assert set(named) <= set(keys_of(RunConfig))
 
 
 @pytest.mark.slow
