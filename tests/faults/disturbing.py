@@ -179,7 +179,11 @@ class Disturber:
     def _last_refusal(self, exit_code: int) -> str:
         log = self._place.log.read_text(errors="replace")
         codes = re.findall(r"error\[([a-z-]+)\]", log)
-        return codes[-1] if codes else f"exit code {exit_code}"
+        if codes:
+            return codes[-1]
+        # A log on a full disk has no message: the exit code is that of one problem.
+        known = {number: code for code, number in EXIT_CODES.items()}
+        return known.get(exit_code, f"exit code {exit_code}")
 
     # -- making faults
     #   --------------------------------------------------------------------------------------------
