@@ -214,6 +214,8 @@ def _naming_unmet_key(nodes: Mapping[str, SlurmNodes], login: str | None = None)
             try:
                 offered_nodes(asked, key, login)
             except Refusal as unmet:
+                if unmet.problem.key is None:  # sinfo does not answer.
+                    continue
                 fact = f"{unmet.problem.fact}; sbatch: {refusal.problem.fact}"
                 raise Refusal.of(replace(unmet.problem, fact=fact)) from None
         raise

@@ -260,7 +260,7 @@ def _remedy_after_stop(run: RunFolder, launcher: str) -> str:
     it was asked: after its limit it goes back into the queue, after a scancel it does not."""
     remedy = run.resume_command()
     if launcher == SLURM:
-        return f"{remedy}, unless its job goes back into the queue by itself"
+        return f"{remedy}   # unless its job goes back into the queue by itself"
     return remedy
 
 

@@ -78,11 +78,12 @@ def describe_run(status: Status, now: float, queued: QueuedRun | None = None) ->
     yield f"{status.run}: {_state_sentence(status, now)}"
     for name, fact in _status_facts(status):
         yield f"  {name:<11} {fact}"
-    if queued is not None:
-        yield from _queue_lines(queued)
-        return
     if status.problem is not None:
         yield str(status.problem)
+    if queued is not None:
+        yield from _queue_lines(queued)
+    elif status.problem is not None:
+        return
     elif status.state == "running":
         yield f"next: {command('logs', '-f', status.run)}"
     elif status.state == "finished":
@@ -93,8 +94,14 @@ def describe_run(status: Status, now: float, queued: QueuedRun | None = None) ->
 
 def describe_queued_run(queued: QueuedRun) -> Iterator[str]:
     """Yield lines on a run that has not begun: the state of its Slurm job, and its log."""
-    states = {"PENDING": "waits in the queue", "RUNNING": "runs and prepares the run"}
-    yield f"{queued.run}: not begun; its Slurm job {states.get(queued.job.state, 'is starting')}"
+    states = {
+        "PENDING": "waits in the queue",
+        "CONFIGURING": "is starting",
+        "RUNNING": "runs and prepares the run",
+        "COMPLETING": "is ending",
+    }
+    state = states.get(queued.job.state, f"is {queued.job.state.lower()}")
+    yield f"{queued.run}: not begun; its Slurm job {state}"
     yield from _queue_lines(queued)
 
 

@@ -17,8 +17,6 @@ from farspan.domain.units import counted
 Capability = tuple[int, int]
 #: Values of `CUDA_VISIBLE_DEVICES` that hide every GPU.
 HIDDEN = ("", "-1", "NoDevFiles", "none", "void")
-#: That of Slurm, for a step without GPUs. Nobody has asked for it.
-HIDDEN_BY_SLURM = "NoDevFiles"
 #: Oldest Linux driver for programs of each major version of CUDA ("CUDA Toolkit release notes",
 #: table of minor version compatibility).
 OLDEST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
@@ -173,8 +171,7 @@ def judge_gpus(nvidia: Nvidia, wheel: Wheel, host: str | None = None) -> Verdict
 def judge_granted_gpus(granted: int, wheel: Wheel, node: str) -> Problem | None:
     """Return why PyTorch can use none of the GPUs that Slurm has given to this process on a node;
     None where it can, or where somebody has hidden them."""
-    visible = HIDDEN_BY_SLURM if wheel.visible is None else wheel.visible.strip()
-    is_hidden = visible in HIDDEN and visible != HIDDEN_BY_SLURM
+    is_hidden = wheel.visible is not None and wheel.visible.strip() in HIDDEN
     if is_hidden or any(has_code_for(gpu.capability, wheel.archs) for gpu in wheel.seen):
         return None
     fix = shell_line("srun", f"--nodelist={node}", "--gpus=1", "nvidia-smi")
@@ -189,7 +186,10 @@ def judge_granted_gpus(granted: int, wheel: Wheel, node: str) -> Problem | None:
         what=f"PyTorch can use none of the GPUs that Slurm has given to the job on {node}",
         where=f"node {node}",
         fact=f"Slurm: {counted(granted, 'GPU')}; PyTorch sees: {seen}{reason}; {wheel}",
-        remedy=f"{fix}; or, to train on the CPU: set parallel.device: cpu",
+        remedy=(
+            f"{fix}; or, to use the CPU: set parallel.device: cpu, or CUDA_VISIBLE_DEVICES='' in "
+            "the command's environment"
+        ),
     )
 
 

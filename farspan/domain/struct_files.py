@@ -191,12 +191,23 @@ def parse_yaml(text: str, where: object) -> Any:
         re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$"),
         list("-+0123456789"),
     )
+    Loader.add_constructor("tag:yaml.org,2002:int", _construct_number)
+    Loader.add_constructor("tag:yaml.org,2002:float", _construct_number)
     try:
         return yaml.load(text, Loader)
     # ValueError: a date that is none, such as 2026-13-01. RecursionError: brackets in brackets,
     # hundreds deep.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise _malformed(where, "YAML", error) from None
+
+
+def _construct_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int | float | str:
+    """Return a number; a clock such as 12:00:00 as text, whose sixties YAML 1.1 counts."""
+    if ":" in node.value:
+        return str(node.value)
+    if node.tag.endswith("int"):
+        return loader.construct_yaml_int(node)
+    return loader.construct_yaml_float(node)
 
 
 def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:

@@ -91,7 +91,7 @@ def _diagnose_failed_path(
     if path.failed == "name":
         what = f"{a} does not know the name {target}"
         remedy = f"set address: of {host_word} in the cluster file"
-    elif path.answers_at:
+    elif path.answers_at and not _reaches_any(b, examined):
         what = f"the address of {b} in the cluster file is another's: {b} answers {a} at its own"
         remedy = f"set address: of {host_word} in the cluster file to {shell_word(path.answers_at)}"
     elif _is_translated(path, examined):
@@ -112,6 +112,11 @@ def _diagnose_failed_path(
         what = f"the link {a} -> {b} is cut: nothing of {a} arrives at {b}"
         remedy = f"on {shell_word(a)}: traceroute {shell_word(target)}"
     return what, remedy
+
+
+def _reaches_any(b: str, examined: Examination) -> bool:
+    """Return whether the address of a host in the cluster file leads some other host to it."""
+    return any(path.b == b and path.failed is None for path in examined.ways)
 
 
 def _is_translated(path: HostPath, examined: Examination) -> bool:

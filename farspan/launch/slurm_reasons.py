@@ -33,6 +33,8 @@ LASTING_REASONS = {
     "InvalidQOS": (("slurm.qos",), "there is no such QOS"),
     "DependencyNeverSatisfied": (("slurm.options",), "the job that it depends on has failed"),
 }
+#: Those that nodes which are down or drained have, too: then they pass.
+AMBIGUOUS_REASONS = ("PartitionNodeLimit",)
 #: Limits of a QOS or of an account that one job alone is above, or below.
 JOB_LIMIT = re.compile(
     r"(?P<by>QOS|Assoc)(?P<bound>Max|Min)(?P<what>Node|Cpu|Mem|GRES|WallDuration).*"
@@ -77,7 +79,9 @@ def find_stuck(job: QueuedJob, config: SlurmConfig | None = None) -> Stuck | Non
             unmet = refusal.problem
             if unmet.key is not None:
                 why = f"{unmet.what} ({unmet.fact})"
-                remedy = f"{shell_line('scancel', job.id)}, then {unmet.remedy}"
+                return Stuck(why, f"{shell_line('scancel', job.id)}, then {unmet.remedy}")
+    if job.reason in AMBIGUOUS_REASONS:
+        return None
     return Stuck(why, remedy)
 
 

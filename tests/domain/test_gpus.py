@@ -240,7 +240,7 @@ def test_a_gpu_is_of_a_kind_by_its_drivers_name_or_the_catalogues(name, kind, sa
 def test_gpus_of_a_job_that_pytorch_cannot_use_have_a_fix(wheel, fix):
     problem = judge_granted_gpus(2, wheel, "n1")
     assert problem is not None and problem.code == "device-missing"
-    assert problem.remedy == f"{fix}; or, to train on the CPU: set parallel.device: cpu"
+    assert problem.remedy.startswith(f"{fix}; or, to use the CPU: set parallel.device: cpu")
     assert "Slurm: 2 GPUs" in problem.fact and str(wheel) in problem.fact
 
 

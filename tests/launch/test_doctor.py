@@ -329,6 +329,29 @@ def pair(a, b, device=CPU, **way):
     return list_findings(cluster, Examination(hosts={"a": a, "b": b}, unreachable={}, ways=ways))
 
 
+def test_address_that_leads_others_to_a_host_is_not_called_wrong():
+    """A router forwards its port; those in its own network do not get out and in again."""
+    hosts = tuple(Host(name=name, devices=(CPU,), address=f"203.0.113.{name}") for name in "123")
+    cluster = Cluster(sites=tuple(Site(name=f"s{host.name}", hosts=(host,)) for host in hosts))
+    failed = HostPath(a="1", b="2", failed="timeout", ip="203.0.113.2", answers_at="10.0.0.2")
+
+    def remedy(*, reached: bool) -> str:
+        others = [HostPath(a=a, b=b, rtt_s=0.1) for a, b in ("21", "13", "31", "23")]
+        last = HostPath(a="3", b="2", rtt_s=0.1)
+        if not reached:
+            last = msgspec.structs.replace(last, failed="timeout", ip="203.0.113.2")
+        examined = Examination(
+            hosts={host.name: facts() for host in hosts},
+            unreachable={},
+            ways=(failed, last, *others),
+        )
+        found = list_findings(cluster, examined)
+        return next(finding.remedy for finding in found if finding.where == "link 1 -> 2")
+
+    assert remedy(reached=False) == "set address: of 2 in the cluster file to 10.0.0.2"
+    assert "WireGuard" in remedy(reached=True)
+
+
 @pytest.mark.parametrize(
     ("package", "version", "severity"),
     [

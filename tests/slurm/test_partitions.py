@@ -53,7 +53,7 @@ def test_memory_is_read_as_sbatch_reads_it(memory, size):
     ("reason", "key"),
     [
         ("PartitionConfig", "slurm.partition"),
-        ("PartitionNodeLimit", "slurm.nodes"),
+        ("PartitionNodeLimit", None),
         ("PartitionTimeLimit", "slurm.time"),
         ("BadConstraints", "slurm.constraint"),
         ("QOSMaxWallDurationPerJobLimit", "slurm.time"),

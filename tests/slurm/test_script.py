@@ -11,6 +11,7 @@ from farspan.app.configs import make_config, override_config
 from farspan.app.slurm_jobs import site_jobs_of, site_scripts, training_script
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
+from farspan.domain.struct_files import parse_yaml
 from farspan.launch.slurm_client import check_script, submit_script
 from farspan.planning.slurm_script import HELD_POLL_S, MAX_IDLE_S
 from tests.slurm.daemons import Slurm
@@ -273,6 +274,13 @@ def test_values_that_no_job_can_have_are_refused_with_their_key(slurm, key):
 )
 def test_times_are_those_of_farspan_and_of_slurm(time, option):
     assert f"--time={option}" in options(script_of(time=time))
+
+
+@pytest.mark.parametrize("time", ["12:00:00", "04:00:00", "1:30:00", "30:00", "1-12:00:00"])
+def test_times_of_slurm_need_no_quotes_in_a_run_file(time):
+    assert parse_yaml(f"slurm: {{time: {time}, nodes: 2}}", "run.yaml") == {
+        "slurm": {"time": time, "nodes": 2}
+    }
 
 
 @pytest.mark.parametrize("time", [240, "240", "1:2:3:4", "-4:00", "4:00:00:", "1-"])

@@ -80,13 +80,19 @@ def _find_unbegun(given: argparse.Namespace) -> list[QueuedRun]:
 
 
 def _find_queued(statuses: Sequence[Status]) -> list[QueuedRun]:
-    """Return those runs that are neither trained now nor finished and have a Slurm job."""
+    """Return those runs that are neither trained now nor finished and have a Slurm job. Of a job on
+    another host that was killed only the queue knows: it waits there again."""
     runs = []
+    may_run = set[str]()
     for status in statuses:
         run = RunFolder(Path(status.run))
-        if status.state not in ("running", "finished") and run.is_of_slurm():
+        elsewhere = status.job is not None and not status.job.here
+        if status.state == "running" and elsewhere:
+            may_run.add(status.run)
+        if (status.state not in ("running", "finished") or elsewhere) and run.is_of_slurm():
             runs.append(run)
-    return _ask_queue(runs)
+    queued = _ask_queue(runs)
+    return [each for each in queued if each.job.state == "PENDING" or each.run not in may_run]
 
 
 def _ask_queue(runs: Sequence[RunFolder]) -> list[QueuedRun]:
