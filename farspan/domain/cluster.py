@@ -236,6 +236,16 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """What `--cluster` takes for its cluster, or a word in its place."""
         return UNNAMED if self.cluster is msgspec.UNSET else self.cluster
 
+    def __eq__(self, other: object) -> bool:
+        """Compare all but `cluster`: a host is the same wherever it was read from."""
+        return isinstance(other, Host) and self._facts() == other._facts()
+
+    def __hash__(self) -> int:
+        return hash(self._facts())
+
+    def _facts(self) -> tuple[object, ...]:
+        return msgspec.structs.astuple(msgspec.structs.replace(self, cluster=msgspec.UNSET))
+
 
 class Site(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str

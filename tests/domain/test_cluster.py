@@ -664,3 +664,12 @@ def test_tf32_is_fp32_on_devices_that_lack_it_if_others_have_it():
 
     assert lacking("tf32", "a100-40", "v100-16") == [] == lacking("tf32", "a100-40")
     assert lacking("tf32", "v100-16") == ["v100-16"] == lacking("bf16", "a100-40", "v100-16")
+
+
+def test_cluster_is_the_same_whatever_the_user_calls_it():
+    host = Host(name="gpu1", devices=(T4,))
+    cluster = Cluster(sites=(Site(name="utah", hosts=(host,)),))
+    assert cluster.named("mine.yaml") == cluster.named("runs/papers/cluster.json") == cluster
+    assert cluster.named("mine.yaml").name == "mine.yaml"
+    other = cluster.with_hosts(lambda host: msgspec.structs.replace(host, python="python3.12"))
+    assert other.named("mine.yaml") != cluster.named("mine.yaml")
