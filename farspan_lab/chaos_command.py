@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from farspan.app.preflight_checks import refuse_existing, require_torch
+from farspan.app.preflight_checks import refuse_existing, require_torch, unused_path
 from farspan.app.updates import Faulted, Note
 from farspan.cli.arguments import find_run, takes_run
 from farspan.cli.console import Console
@@ -68,7 +68,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
             remedy=command("resume", calm.path),
         )
     path = given.out or calm.path.with_name(f"{calm.path.name}-chaos")
-    refuse_existing(path, command("chaos", calm.path, "--out", f"{path}-2"))
+    refuse_existing(path, command("chaos", calm.path, "--out", unused_path(path)))
     injections = _injections(given, calm)
 
     def show(update: object) -> None:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from farspan.app.preflight_checks import unused_file, unused_path
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("farspan", "farspan_exports", "farspan_lab", "farspan_studies")
 #: Functions whose answer a shell takes for words alone, whatever they are given.
@@ -289,6 +291,20 @@ def test_remedies_leave_no_cluster_to_be_looked_up():
     for folder in PACKAGES:
         for path in (ROOT / folder).rglob("*.py"):
             assert "with the same cluster" not in path.read_text(), path
+
+
+def test_places_that_remedies_propose_are_free(tmp_path):
+    """A name with `-2` may be taken as well: `unused_path` and `unused_file` look."""
+    for folder in PACKAGES:
+        for path in (ROOT / folder).rglob("*.py"):
+            assert '}-2"' not in path.read_text(), path
+    (tmp_path / "v1.5").mkdir()
+    (tmp_path / "v1.5-2").mkdir()
+    assert unused_path(tmp_path / "v1.5") == tmp_path / "v1.5-3"
+    for name in ("plan.json", "plan-2.json"):
+        (tmp_path / name).touch()
+    assert unused_file(tmp_path / "plan.json") == tmp_path / "plan-3.json"
+    assert unused_file(tmp_path / "new.json") == tmp_path / "new.json"
 
 
 def test_names_in_remedies_are_quoted():

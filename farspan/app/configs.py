@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from farspan.app.preflight_checks import unused_path
 from farspan.domain.config import RunConfig, name_source
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord
@@ -123,7 +124,7 @@ def refuse_other(run: RunFolder, config: RunConfig, config_path: Path) -> None:
             what="the run in this folder was made from another run.yaml",
             where=run.path,
             fact="; ".join(changed),
-            remedy=command("train", config_path, "--until-done", "--run", f"{run.path}-2"),
+            remedy=command("train", config_path, "--until-done", "--run", unused_path(run.path)),
         )
 
 

@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from farspan.app import clusters
-from farspan.app.preflight_checks import refuse_file, require_torch
+from farspan.app.preflight_checks import refuse_file, require_torch, unused_file
 from farspan.app.updates import Progress, ignore_update, note_reporter
 from farspan.domain.cluster import Cluster, Device
 from farspan.domain.device_report import DeviceReport
@@ -179,7 +179,7 @@ def probe_cluster(
             fact=f"its context is {spec.context}",
             remedy=f"--seq-len {spec.context:d}",
         )
-    another = out.with_stem(f"{out.stem}-2")
+    another = unused_file(out)
     refuse_file(out, clusters.probe_command(cluster, another))
     measured, failed, left_out = measure_cluster(
         described, spec, note_reporter(progress), seq_len=length

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from farspan.app.clusters import find_cluster
-from farspan.app.preflight_checks import refuse_file
+from farspan.app.preflight_checks import refuse_file, unused_file
 from farspan.app.updates import Note, Progress, ignore_update
 from farspan.domain.cluster import Cluster
 from farspan.domain.clusterfile import save_cluster
@@ -100,7 +100,7 @@ def list_offers(query: PlanQuery, recorded: Path | None = None) -> Offers:
 
 def write_offer(offer: FabricOffer, path: Path) -> None:
     """Write an offer as a cluster file, for `make_slice`."""
-    refuse_file(path, command("fabric", "offers", "-o", path.with_stem(f"{path.stem}-2")))
+    refuse_file(path, command("fabric", "offers", "-o", unused_file(path)))
     save_cluster(
         offer.cluster,
         path,
@@ -267,7 +267,7 @@ def wait_for_slice(
 
 def import_slice(name: str, path: Path) -> ImportedSlice:
     """Write the cluster file of a living slice, made by farspan or not."""
-    refuse_file(path, command("fabric", "import", name, "-o", path.with_stem(f"{path.stem}-2")))
+    refuse_file(path, command("fabric", "import", name, "-o", unused_file(path)))
     with FabricProcess() as process:
         record = process.ask("read_slice", SliceRecord, wanted=name)
         places = site_locations(process.ask("list_resources", Resources).summary)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from farspan.app.preflight_checks import unused_path
 from farspan.domain.config import IndexConfig, IndexFolderConfig
 from farspan.domain.escapes import shell_word
 from farspan.domain.index_folder import INDEX_CONFIG, INDEXES, IndexFolder
@@ -57,7 +58,7 @@ def make_index_folder(
                 what="this folder holds something else",
                 where=folder.path,
                 fact=f"it has no {INDEX_CONFIG}",
-                remedy=command("index", source, "--into", f"{folder.path}-2"),
+                remedy=command("index", source, "--into", unused_path(folder.path)),
             )
     changed = _with_choices(config, encoder, store)
     folder.path.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
 
-from farspan.app.preflight_checks import refuse_existing, require_gguf_library
+from farspan.app.preflight_checks import (
+    refuse_existing,
+    require_gguf_library,
+    unused_file,
+    unused_path,
+)
 from farspan.app.updates import Progress, ignore_update, note_reporter
 from farspan.corpus.hub_models import is_hub_id
 from farspan.domain.escapes import shell_line
@@ -108,7 +113,7 @@ def export_model(
     out = out or run.path / _TARGETS[format]
     options = [] if format == "huggingface" else ["--format", format]
     _check_options(run, options, dtype=dtype, format=format, push=push, public=public)
-    other = out.with_stem(f"{out.stem}-2") if format == "gguf" else f"{out}-2"
+    other = unused_file(out) if format == "gguf" else unused_path(out)
     upload = [] if push is None else ["--push", push, *(["--public"] if public else [])]
     refuse_existing(out, command("export", run.path, *options, *upload, "--out", other))
     repository = None

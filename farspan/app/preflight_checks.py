@@ -59,6 +59,16 @@ def unused_path(path: Path) -> Path:
     return unused
 
 
+def unused_file(path: Path) -> Path:
+    """Return a file's path at which nothing lies: this one, or the first of `NAME-2.json`, ..."""
+    unused = path
+    number = 1
+    while unused.exists():
+        number += 1
+        unused = path.with_stem(f"{path.stem}-{number}")
+    return unused
+
+
 def refuse_existing(path: Path, remedy: str) -> None:
     """Refuse a path where anything lies: nothing is ever written over."""
     # "new/.." is this folder as soon as "new" is made, and until then it does not exist.

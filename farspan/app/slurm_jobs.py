@@ -123,9 +123,9 @@ def _farspan(config: RunConfig) -> list[str]:
     return module_command(python, "farspan")
 
 
-def require_submittable(config: RunConfig, run: RunFolder) -> None:
+def require_submittable(config: RunConfig, run: RunFolder, remedy: str) -> None:
     """Refuse a run that is finished or has a job already, and what another site refuses: all that
-    needs no submission. Raises Refusal."""
+    needs no submission. `remedy` makes the run in another folder. Raises Refusal."""
     from farspan.report.history import is_complete
 
     require_slurm()
@@ -140,7 +140,7 @@ def require_submittable(config: RunConfig, run: RunFolder) -> None:
                 remedy=command("report", run.path),
             )
     else:
-        refuse_existing(run.path, command("slurm", "run.yaml", "--run", f"{run.path}-2"))
+        refuse_existing(run.path, remedy)
     _refuse_second_job(run)
     for name, text in site_scripts(config, run).items():
         site = config.slurm.sites[name]
@@ -187,11 +187,10 @@ def submit_probe(
     return _submit(config.slurm, script, path.with_suffix(".sbatch"), log, progress)
 
 
-def require_probe_file(out: Path) -> None:
-    """Refuse a cluster file that is there. Raises Refusal."""
+def require_probe_file(out: Path, remedy: str) -> None:
+    """Refuse a cluster file that is there; `remedy` writes another. Raises Refusal."""
     require_slurm()
-    another = out.with_stem(f"{out.stem}-2")
-    refuse_file(out, command("slurm", "run.yaml", "--probe", another))
+    refuse_file(out, remedy)
 
 
 def log_of_jobs(run: RunFolder) -> Path:

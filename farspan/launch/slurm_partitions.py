@@ -11,7 +11,7 @@ from farspan.domain.problems import Refusal
 from farspan.domain.suggest import any_of
 from farspan.launch.slurm_client import PartitionNodes, list_partition_nodes
 
-#: A number of sbatch's `--mem` and its unit, of which MB is left out.
+#: A number of sbatch's `--mem`, and its unit: MB where there is none.
 MEMORY = re.compile(r"(\d+)([KMGT]?)", re.IGNORECASE)
 MEMORY_UNITS = {"K": 2**10, "M": 2**20, "": 2**20, "G": 2**30, "T": 2**40}
 

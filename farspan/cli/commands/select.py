@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from farspan.app.extensions import load_extension
-from farspan.app.preflight_checks import refuse_file
+from farspan.app.preflight_checks import refuse_file, unused_file
 from farspan.app.resolving import Resolved, resolve_run
 from farspan.cli.arguments import load_config, takes_config, words_again
 from farspan.cli.console import Console
@@ -88,7 +88,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
 
     config = load_config(given)
     out = given.out or Path("plan.json")
-    free = out.with_stem(f"{out.stem}-2")
+    free = unused_file(out)
     refuse_file(out, command("select", *words_again(given), *_trial_options(given), "-o", free))
     other = None if given.algorithm == OWN else load_algorithm(given.algorithm)
     if other is not None:

@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 
 from farspan.app.configs import default_name
+from farspan.app.preflight_checks import unused_file, unused_path
 from farspan.cli.arguments import load_config, takes_config, words_again
 from farspan.cli.console import Console
 from farspan.domain.escapes import shell_line
@@ -48,10 +49,13 @@ def run(given: argparse.Namespace, console: Console) -> None:
     else:
         script = slurm_jobs.probe_script(config, given.probe)
     # Before the script: an error at its end is easily overlooked.
+    words = ["slurm", *words_again(given)]
     if not given.only_print and given.probe is None:
-        slurm_jobs.require_submittable(config, folder)
+        another_run = command(*words, "--run", unused_path(folder.path))
+        slurm_jobs.require_submittable(config, folder, another_run)
     elif not given.only_print:
-        slurm_jobs.require_probe_file(given.probe)
+        another_file = command(*words, "--probe", unused_file(given.probe))
+        slurm_jobs.require_probe_file(given.probe, another_file)
     console.write_line(script)
     sites = slurm_jobs.site_scripts(config, folder) if given.probe is None else {}
     for site, text in sites.items():
