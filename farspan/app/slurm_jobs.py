@@ -23,6 +23,7 @@ from farspan.domain.run import RunFolder
 from farspan.domain.struct_files import content_hash, write_atomically
 from farspan.launch.slurm_allocation import SLURM
 from farspan.launch.slurm_client import (
+    CLIENT_TIMEOUT_S,
     QueuedJob,
     check_script,
     find_job,
@@ -240,15 +241,16 @@ def _submit(
     )
 
 
-def queued_runs(runs: Sequence[RunFolder]) -> list[QueuedRun]:
-    """Return those of some runs that have a job in the queue; none where Slurm is not here."""
+def queued_runs(runs: Sequence[RunFolder], timeout_s: float = CLIENT_TIMEOUT_S) -> list[QueuedRun]:
+    """Return those of some runs that have a job in the queue; none where Slurm is not here. Raises
+    Refusal (launcher-unusable) where it does not answer by then."""
     if not runs or not has_slurm():
         return []
     by_name = dict[str, list[RunFolder]]()
     for run in runs:
         by_name.setdefault(job_name(run.path.absolute().name), []).append(run)
     queued = dict[Path, QueuedRun]()
-    for job in list_jobs(*by_name):
+    for job in list_jobs(*by_name, timeout_s=timeout_s):
         workdir = Path(os.path.realpath(job.workdir))
         for run in by_name.get(job.name, ()):
             # The components of a heterogeneous job are one job.

@@ -132,11 +132,13 @@ def check_script(script: str, login: str | None = None, key: str = "slurm") -> s
     return done.stderr.strip()
 
 
-def list_jobs(*job_names: str, login: str | None = None) -> list[QueuedJob]:
+def list_jobs(
+    *job_names: str, login: str | None = None, timeout_s: float = CLIENT_TIMEOUT_S
+) -> list[QueuedJob]:
     """List this user's jobs of these names that have not ended."""
     words = ["squeue", "--me", "--noheader", f"--name={','.join(job_names)}"]
     words.append(f"--format={QUEUE_FORMAT}")
-    return _parse_jobs(run_client(words, login))
+    return _parse_jobs(run_client(words, login, timeout_s=timeout_s))
 
 
 def find_job(number: str) -> QueuedJob | None:
@@ -225,7 +227,11 @@ def list_partition_nodes(partition: str | None, login: str | None = None) -> lis
 
 
 def run_client(
-    words: Sequence[str], login: str | None = None, *, given: str | None = None
+    words: Sequence[str],
+    login: str | None = None,
+    *,
+    given: str | None = None,
+    timeout_s: float = CLIENT_TIMEOUT_S,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command of Slurm's here, or on another site's login node. Raises Refusal
     (launcher-unusable, host-unreachable) where it does not run."""
@@ -242,10 +248,10 @@ def run_client(
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=CLIENT_TIMEOUT_S,
+            timeout=timeout_s,
         )
     except subprocess.TimeoutExpired:
-        raise _no_answer(words[0], f"no answer within {CLIENT_TIMEOUT_S:.0f} s") from None
+        raise _no_answer(words[0], f"no answer within {timeout_s:.0f} s") from None
     except FileNotFoundError:
         raise _no_answer(command[0], "it is not on PATH") from None
     if login is not None and done.returncode in (SSH_FAILED, COMMAND_MISSING):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ from farspan.estimate.assumption_sentences import _probe_command
 from tests import tiny
 from tests.app.supervised import Watched, made
 from tests.launch.test_launchers import TRAIN
+from tests.waiting import LIMIT_S
 
 
 @pytest.fixture(autouse=True)
@@ -105,3 +109,23 @@ def test_assumed_link_between_nodes_of_slurm_names_the_command_that_measures_it(
     hosts = [Host(name=f"node{number}", devices=(device,), enter=enter) for number in range(2)]
     cluster = Cluster(sites=(Site(name="x", hosts=tuple(hosts)),))
     assert _probe_command(cluster) == probe
+
+
+def test_status_reports_that_slurm_does_not_answer(tmp_path):
+    (tmp_path / "bin").mkdir()
+    for name in ("sbatch", "squeue"):
+        client = tmp_path / "bin" / name
+        client.write_text("#!/bin/sh\necho Unable to contact slurm controller >&2\nexit 1\n")
+        client.chmod(0o755)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/papers.sbatch").touch()
+    done = subprocess.run(
+        [sys.executable, "-m", "farspan", "status"],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert "Slurm's queue is not known: Unable to contact" in done.stdout, done.stderr
+    assert "no run here" in done.stderr

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
     from farspan.app.jobs import Status
     from farspan.app.slurm_jobs import QueuedRun
 
+#: A look at runs waits for Slurm's queue no longer than this, twice at most. A choice.
+QUEUE_TIMEOUT_S = 10.0
 HELP = "show whether runs go on, and how far they are"
 
 
@@ -33,7 +34,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.app.jobs import read_status
     from farspan.cli.status_text import describe_queued_run, describe_run, list_runs
 
-    unbegun = _find_unbegun(given)
+    unbegun = _find_unbegun(given, console)
     known = {queued.run for queued in unbegun}
     is_one = len(given.runs) == 1
     named = [run for run in given.runs if str(Path(run)) not in known]
@@ -50,7 +51,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
                 raise
             problem = refusal.problem
             problems.append(f"{folder.path}: {problem.what} ({problem.where})")
-    queued = [*unbegun, *_find_queued(statuses)]
+    queued = [*unbegun, *_find_queued(statuses, console)]
     if is_one:
         for status in statuses:
             for line in describe_run(status, time.time(), queued[0] if queued else None):
@@ -67,7 +68,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     console.answer({"runs": statuses, **({"queued": queued} if queued else {})})
 
 
-def _find_unbegun(given: argparse.Namespace) -> list[QueuedRun]:
+def _find_unbegun(given: argparse.Namespace, console: Console) -> list[QueuedRun]:
     """Return the runs that were named, or all under runs/, which have a Slurm job and no folder
     yet."""
     runs = [RunFolder(Path(run)) for run in given.runs]
@@ -76,10 +77,10 @@ def _find_unbegun(given: argparse.Namespace) -> list[QueuedRun]:
         from farspan.app.slurm_jobs import submitted_runs
 
         unbegun = submitted_runs(Path("runs"))
-    return _ask_queue(unbegun)
+    return _ask_queue(unbegun, console)
 
 
-def _find_queued(statuses: Sequence[Status]) -> list[QueuedRun]:
+def _find_queued(statuses: Sequence[Status], console: Console) -> list[QueuedRun]:
     """Return those runs that are neither trained now nor finished and have a Slurm job. Of a job on
     another host that was killed only the queue knows: it waits there again."""
     runs = []
@@ -91,17 +92,19 @@ def _find_queued(statuses: Sequence[Status]) -> list[QueuedRun]:
             may_run.add(status.run)
         if (status.state not in ("running", "finished") or elsewhere) and run.is_of_slurm():
             runs.append(run)
-    queued = _ask_queue(runs)
+    queued = _ask_queue(runs, console)
     return [each for each in queued if each.job.state == "PENDING" or each.run not in may_run]
 
 
-def _ask_queue(runs: Sequence[RunFolder]) -> list[QueuedRun]:
-    """Return those of some runs that have a Slurm job; none where Slurm does not answer: what lies
-    here is shown all the same."""
+def _ask_queue(runs: Sequence[RunFolder], console: Console) -> list[QueuedRun]:
+    """Return those of some runs that have a Slurm job. Where Slurm does not answer, report that:
+    what lies here is shown all the same."""
     if not runs or not which("sbatch"):
         return []
     from farspan.app.slurm_jobs import queued_runs
 
-    with suppress(Refusal):
-        return queued_runs(runs)
-    return []
+    try:
+        return queued_runs(runs, QUEUE_TIMEOUT_S)
+    except Refusal as refusal:
+        console.write_line(f"Slurm's queue is not known: {refusal.problem.fact}")
+        return []
