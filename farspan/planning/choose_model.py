@@ -41,6 +41,9 @@ AUTO_RUN_S = 3600.0
 TRAINING_SHARE = 0.3
 #: Contexts that are tried down to the shortest worth training, when the user fixed none.
 SHORTEST_CONTEXT = 32
+#: Tokens of a training sequence of a continued model, unless run.yaml says otherwise: as
+#: transformers' example `run_clm.py` takes.
+MOST_CONTINUED_WINDOW = 1024
 #: A larger share is proposed where it holds out this multiple of a window's tokens: shares of few
 #: documents are kept on average alone.
 ENOUGH_HELD_OUT = 4
@@ -99,14 +102,14 @@ def _from_folder(config: RunConfig, corpus: CorpusManifest) -> ChosenModel:
             raise out_of_range("train.lora", adapting.rank, fact, f"set train.lora: {most:d}")
         lora = Lora(rank=adapting.rank, alpha=adapting.alpha)
         spec = msgspec.structs.replace(spec, lora=lora)
-    seq_len = config.model.context or spec.context
+    seq_len, seq_len_from = _choose_window(config, corpus, spec)
     if seq_len > spec.context:
         fact = f"the model in {folder} has {spec.context} positions"
         raise out_of_range("model.context", seq_len, fact, f"set model.context: {spec.context:d}")
     origin = {
         "model": f"run.yaml: {folder}/config.json",
         **({"model.lora": "run.yaml: train.lora"} if spec.lora else {}),
-        "train.seq_len": given_or(config.model.context, "run.yaml: the model's own"),
+        "train.seq_len": seq_len_from,
     }
     return ChosenModel(
         model=spec,
@@ -244,7 +247,25 @@ def _choose_context(
     context = 1024
     if target is not None and target < 100e6:
         context = 256 if target < 10e6 else 512
-    origin = "default: by size"
+    return _fit_context(context, "default: by size", corpus)
+
+
+def _choose_window(config: RunConfig, corpus: CorpusManifest, spec: ModelSpec) -> tuple[int, str]:
+    """Return the tokens of a training sequence of a model that is continued, and where the number
+    came from. Long contexts stay what they are: shorter windows are faster, and fit most texts."""
+    if config.model.context is not None:
+        return config.model.context, "run.yaml"
+    window = spec.context
+    origin = "run.yaml: the model's own"
+    if window > MOST_CONTINUED_WINDOW:
+        window = MOST_CONTINUED_WINDOW
+        origin = f"default: of the model's {spec.context:,} positions"
+    return _fit_context(window, origin, corpus)
+
+
+def _fit_context(context: int, origin: str, corpus: CorpusManifest) -> tuple[int, str]:
+    """Return the context, halved while the corpus cannot fill it, and where the number came
+    from."""
     while context > SHORTEST_CONTEXT and context > _longest_context(corpus):
         context //= 2
         origin = "corpus: the longest that its validation split fills"

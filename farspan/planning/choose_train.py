@@ -36,11 +36,15 @@ from farspan.planning.size import FRESH_EPOCHS, SMALLEST, TOKENS_PER_PARAMETER, 
 from farspan.semantics.compile_choice import NO_NVIDIA_GPU, SCALED_LOSS, is_for_gpus
 
 #: A run's validations, and the share of its compute that they take, both about (forward is a
-#: third).
+#: third). Fewer validations, where the fewest windows would take more.
 VALIDATIONS = 12
+FEWEST_VALIDATIONS = 4
 VALIDATION_SHARE = 0.05
-#: Windows of a source that each validation reads at least.
-FEWEST_VALIDATED = 16
+VALIDATIONS_DEFAULT = f"default: {FEWEST_VALIDATIONS} to {VALIDATIONS} a run"
+#: Windows of a source that each validation reads at least: as many as have so many tokens, within
+#: these bounds. A choice, not a fit.
+FEWEST_VALIDATED_TOKENS = 8192
+FEWEST_VALIDATED = (8, 16)
 #: Validations in a row, each clearly worse than the best, after which a run that reads its text
 #: again and again ends: a quarter of the run. A choice, not a fit.
 PATIENCE = 3
@@ -124,10 +128,10 @@ def choose_train(
 
     # What follows from the number of steps.
     schedule = replace(drafted.schedule, warmup_steps=_choose_warmup(config, steps))
-    validate_tokens = _validate_tokens(corpus, steps * step_tokens, seq_len)
+    validations, validate_tokens = _choose_validations(corpus, steps * step_tokens, seq_len)
     validate_every = asked.validate_every
     if validate_every == "auto":
-        validate_every = -(-steps // VALIDATIONS)
+        validate_every = -(-steps // validations)
     epochs = steps * step_tokens / epoch_tokens
     patience = asked.patience
     if patience == "auto":
@@ -175,8 +179,9 @@ def choose_train(
     origin["train.warmup_steps"] = given_or(asked.warmup, "default: 5 % of the steps")
     origin["train.deadline_s"] = "default: none" if end_s is None else "run.yaml: budget"
     origin["train.patience"] = given_or(asked.patience, patience_default)
-    origin["train.validate_every"] = given_or(asked.validate_every, "default: 12 a run")
-    return train, origin, _list_warnings(chosen.model, corpus, train)
+    origin["train.validate_every"] = given_or(asked.validate_every, VALIDATIONS_DEFAULT)
+    is_continued = continued is not None
+    return train, origin, _list_warnings(chosen.model, corpus, train, is_continued=is_continued)
 
 
 def _choose_modes(
@@ -334,24 +339,32 @@ def _choose_warmup(config: RunConfig, steps: int) -> int:
     return warmup
 
 
-def _validate_tokens(corpus: CorpusManifest, run_tokens: int, seq_len: int) -> int:
-    """Return the tokens of one validation (0: all) so that all of them take VALIDATION_SHARE of the
-    run; FEWEST_VALIDATED windows of each source at least."""
-    affordable = VALIDATION_SHARE * 3 * run_tokens / VALIDATIONS
+def _choose_validations(corpus: CorpusManifest, run_tokens: int, seq_len: int) -> tuple[int, int]:
+    """Return the number of a run's validations, and the tokens of each (0: all). Together they take
+    VALIDATION_SHARE of the run's compute; FEWEST_VALIDATIONS may take more."""
+    affordable = VALIDATION_SHARE * 3 * run_tokens
     sources = len(corpus.parts) if corpus.parts else 1
-    fewest = FEWEST_VALIDATED * sources
-    windows = max(fewest, int(affordable // seq_len))
-    return 0 if windows * seq_len >= corpus.val.tokens else windows * seq_len
+    least, most = FEWEST_VALIDATED
+    fewest = sources * max(least, min(most, FEWEST_VALIDATED_TOKENS // seq_len))
+    validations = affordable / (min(fewest * seq_len, corpus.val.tokens))
+    validations = max(FEWEST_VALIDATIONS, min(VALIDATIONS, int(validations)))
+    windows = max(fewest, int(affordable / VALIDATIONS // seq_len))
+    tokens = 0 if windows * seq_len >= corpus.val.tokens else windows * seq_len
+    return validations, tokens
 
 
-def _list_warnings(model: ModelSpec, corpus: CorpusManifest, train: TrainSpec) -> tuple[str, ...]:
+def _list_warnings(
+    model: ModelSpec, corpus: CorpusManifest, train: TrainSpec, *, is_continued: bool
+) -> tuple[str, ...]:
+    """Return warnings of a model that is too large, and of text that is read too often. A model that
+    is continued has its size from what it read before."""
     count = count_parameters(model)
     corpus_tokens = corpus.epoch_tokens(train.shares)
     seen = train.steps * train.tokens_per_step
     warnings = []
     fresh = min(FRESH_EPOCHS * corpus_tokens, seen)
     fits = max(SMALLEST, fresh / TOKENS_PER_PARAMETER)
-    if seen / count < FAR_TOO_FEW and count > fits * (1 + TOLERANCE):
+    if not is_continued and seen / count < FAR_TOO_FEW and count > fits * (1 + TOLERANCE):
         count_text = f"{format_count(count)} parameters, {format_count(seen)} tokens"
         warnings.append(
             f"the model is too large for what it will see: {count_text}, {seen / count:.2g} a "

@@ -20,7 +20,7 @@ from farspan.domain.config import (
     RunConfig,
     TokenizerConfig,
 )
-from farspan.domain.escapes import key_word, shell_word
+from farspan.domain.escapes import key_word, shell_word, yaml_word
 from farspan.domain.problems import Refusal
 from farspan.domain.struct_files import missing_path
 from farspan.domain.suggest import advise, any_of
@@ -212,6 +212,30 @@ def deadline_s(config: RunConfig, cluster: Cluster) -> float | None:
     return paid_for if seconds is None else min(seconds, paid_for)
 
 
+def _require_model_folder(folder: Path) -> None:
+    """Refuse a single file as the model that is continued, and a folder of GGUF files."""
+    gguf = [folder] if folder.suffix == ".gguf" else sorted(folder.glob("*.gguf"))
+    if gguf and not (folder / "config.json").is_file():
+        raise Refusal(
+            "model-unsupported",
+            what="GGUF holds a model as llama.cpp runs it; training starts from safetensors",
+            where=gguf[0],
+            fact="the weights of a GGUF file are rounded, most often to 4 or 8 bits",
+            remedy=(
+                "name the folder or the hub id of the model that the file was made from; "
+                "docs/models.md, GGUF files, says how to turn one back"
+            ),
+        )
+    if folder.is_file():
+        raise Refusal(
+            "model-unsupported",
+            what="a model is a folder with config.json, weights and a tokenizer; this is a file",
+            where=folder,
+            fact="model.path names a file",
+            remedy=f"set model.path: {yaml_word(folder.parent)}",
+        )
+
+
 def _require_tokenizer(folder: Path) -> None:
     """Refuse to continue a model whose folder has no tokenizer, where none is named."""
     has_file = (folder / "tokenizer.json").is_file()
@@ -271,6 +295,7 @@ def check_quantities(config: RunConfig) -> None:
         folder = Path(model.path).expanduser()
         if not folder.exists():
             raise missing_path(folder)
+        _require_model_folder(folder)
         if config.tokenizer == TokenizerConfig():
             _require_tokenizer(folder)
         # Of the hub's models, weights are fetched for training.

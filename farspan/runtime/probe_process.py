@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
+from torch import Tensor
 
 from farspan.domain.decoding import json_decoder
 from farspan.domain.probe_requests import (
@@ -60,6 +61,12 @@ WARMUP_STEPS = 2
 #: Steps so slow that these many times the asked seconds are gone are not waited for; two are always
 #: made.
 SLOW = 4
+#: A timed step takes no longer than about so many seconds, where fewer tokens can make it so: two
+#: steps in each of two precisions, of which one may be several times slower, have to end within
+#: `PROBE_ANSWER_S` (launch/probe_client.py).
+LONGEST_STEP_S = 15.0
+#: Tokens of the passes that tell how long a step would take, and of a timed step at least.
+FEWEST_TOKENS = 128
 
 
 def matmul_rate(request: MatmulQuery) -> dict[str, float]:
@@ -84,27 +91,29 @@ def _time_call(work: Callable[[], object], device: torch.device) -> float:
 
 
 def measure(request: MeasureQuery) -> ProbeResult:
-    """Real steps of the real model on random tokens: forward, backward, update."""
+    """Real steps of the real model on random tokens: forward, backward, update; fewer and shorter
+    sequences than asked for where steps would take long."""
     speeds: dict[Precision, Speed] = {}
     compiled = request.train.compile is True
-    tokens = request.train.batch * request.train.seq_len
+    shape = None
     # fp32 last: a process's peak memory only grows, and the leaner precisions must not be given
     # fp32's.
     for precision in sorted(request.precisions, key=BYTES.__getitem__):
         device = open_device(request.device, precision)
-        times, is_compiled = _step_times(request, precision, device)
+        trial = _TrialSteps(request, precision, device)
+        if shape is None:
+            shape = trial.affordable_shape()
+        times, is_compiled = trial.time_steps(shape)
         step_s = lower_quartile(times)
         compiled = compiled and is_compiled
         memory = peak_memory(device)
-        tokens_per_s = tokens / step_s
+        tokens_per_s = math.prod(shape) / step_s
         speeds[precision] = Speed(step_s=step_s, tokens_per_s=tokens_per_s, memory_bytes=memory)
+        del trial
         release_memory(device)
-    return ProbeResult(
-        rows=request.train.batch,
-        seq_len=request.train.seq_len,
-        speeds=speeds,
-        compiled=compiled,
-    )
+    assert shape is not None
+    rows, seq_len = shape
+    return ProbeResult(rows=rows, seq_len=seq_len, speeds=speeds, compiled=compiled)
 
 
 def lower_quartile(times: Sequence[float]) -> float:
@@ -115,44 +124,89 @@ def lower_quartile(times: Sequence[float]) -> float:
     return statistics.quantiles(times, n=4)[0]
 
 
-def _step_times(
-    request: MeasureQuery, precision: Precision, device: torch.device
-) -> tuple[list[float], bool]:
-    """Return the seconds of steps, and whether their blocks were compiled, which is done before."""
-    train = request.train
-    # As a worker does: a second copy of its values would be counted as its memory.
-    with torch.device("meta"):
-        model = Decoder(request.model, attention=train.attention, recompute=train.recompute)
-    state = TrainState(model, precision, device)
-    select_kernels(model, device, state.dtype)
-    state.load_parameters(initial_parameters(request.model, train.seed))
-    is_compiled = False
-    if train.compile is True:
-        inputs = BlockInputs((train.batch,), train.seq_len)
-        is_compiled = not compile_or_restore(model, device, state.dtype, inputs)
-    generator = torch.Generator().manual_seed(train.seed)
-    shape = train.batch, train.seq_len + 1
-    tokens = torch.randint(request.model.vocab_size, shape, generator=generator).to(device)
-    lr = learning_rate(train.schedule, train.optimizer.lr, 0, train.steps)
-    num_targets = train.batch * train.seq_len
+def limit_shape(rows: int, seq_len: int, most_tokens: float) -> tuple[int, int]:
+    """Return sequences and their tokens, fewer than given where those are more than `most_tokens`:
+    first fewer sequences, then shorter ones, of a power of two, FEWEST_TOKENS at least."""
+    if rows * seq_len <= most_tokens:
+        return rows, seq_len
+    if seq_len <= max(most_tokens, FEWEST_TOKENS):
+        return max(1, int(most_tokens // seq_len)), seq_len
+    return 1, max(FEWEST_TOKENS, 2 ** int(math.log2(max(1.0, most_tokens))))
 
-    def step() -> None:
-        loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+
+class _TrialSteps:
+    """A model with the state that it trains with in one precision, and steps of it."""
+
+    def __init__(self, request: MeasureQuery, precision: Precision, device: torch.device) -> None:
+        self._request = request
+        self._device = device
+        train = request.train
+        # As a worker does: a second copy of its values would be counted as its memory.
+        with torch.device("meta"):
+            self._model = Decoder(
+                request.model, attention=train.attention, recompute=train.recompute
+            )
+        self._state = TrainState(self._model, precision, device)
+        select_kernels(self._model, device, self._state.dtype)
+        self._state.load_parameters(initial_parameters(request.model, train.seed))
+
+    def affordable_shape(self) -> tuple[int, int]:
+        """Return the sequences of a timed step, and their tokens: those asked for, or fewer, which
+        take LONGEST_STEP_S by the speed of passes over FEWEST_TOKENS."""
+        train = self._request.train
+        asked = train.batch * train.seq_len
+        # Steps are compiled for one shape, on devices that are fast.
+        if asked <= FEWEST_TOKENS or train.compile is True:
+            return train.batch, train.seq_len
+        tokens = self._random_tokens(1, min(FEWEST_TOKENS, train.seq_len))
+        add_gradients = functools.partial(self._add_gradients, tokens)
+        # Memory is first touched in the first pass.
+        pass_s = min(_time_call(add_gradients, self._device) for _ in range(2))
+        self._state.clear_gradients()
+        affordable = (tokens.numel() - 1) * LONGEST_STEP_S / pass_s
+        return limit_shape(train.batch, train.seq_len, affordable)
+
+    def time_steps(self, shape: tuple[int, int]) -> tuple[list[float], bool]:
+        """Return the seconds of steps over sequences of a shape, and whether their blocks were
+        compiled, which is done before."""
+        train = self._request.train
+        rows, seq_len = shape
+        is_compiled = False
+        if train.compile is True:
+            inputs = BlockInputs((rows,), seq_len)
+            is_compiled = not compile_or_restore(
+                self._model, self._device, self._state.dtype, inputs
+            )
+        tokens = self._random_tokens(rows, seq_len)
+        lr = learning_rate(train.schedule, train.optimizer.lr, 0, train.steps)
+
+        def step() -> None:
+            self._add_gradients(tokens)
+            grad_norm = math.sqrt(self._state.squared_grad_norm())
+            self._state.optimizer_step(train.optimizer, lr, 1, max(1.0, grad_norm))
+
+        times: list[float] = []
+        spent = 0.0
+        began = time.monotonic()
+        while spent < self._request.seconds or len(times) < WARMUP_STEPS + 2:
+            if spent > SLOW * self._request.seconds and len(times) >= 2:
+                break
+            times.append(_time_call(step, self._device))
+            spent = time.monotonic() - began
+        self._state.remove_hooks()
+        timed = times[WARMUP_STEPS:] if len(times) >= WARMUP_STEPS + 2 else times
+        return timed, is_compiled
+
+    def _random_tokens(self, rows: int, seq_len: int) -> Tensor:
+        """Return token ids [rows, seq_len + 1]."""
+        generator = torch.Generator().manual_seed(self._request.train.seed)
+        vocab_size = self._request.model.vocab_size
+        return torch.randint(vocab_size, (rows, seq_len + 1), generator=generator).to(self._device)
+
+    def _add_gradients(self, tokens: Tensor) -> None:
+        loss = self._model.loss(tokens[:, :-1], tokens[:, 1:])
+        num_targets = tokens.shape[0] * (tokens.shape[1] - 1)
         loss.div(num_targets).backward()
-        grad_norm = math.sqrt(state.squared_grad_norm())
-        state.optimizer_step(train.optimizer, lr, 1, max(1.0, grad_norm))
-
-    times: list[float] = []
-    spent = 0.0
-    began = time.monotonic()
-    while spent < request.seconds or len(times) < WARMUP_STEPS + 2:
-        if spent > SLOW * request.seconds and len(times) >= 2:
-            break
-        times.append(_time_call(step, device))
-        spent = time.monotonic() - began
-    state.remove_hooks()
-    timed = times[WARMUP_STEPS:] if len(times) >= WARMUP_STEPS + 2 else times
-    return timed, is_compiled
 
 
 def answer(request: Query) -> object:

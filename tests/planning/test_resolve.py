@@ -142,13 +142,11 @@ def test_preset_takes_the_corpus_vocabulary_and_records_that_origin():
     assert whole == models.preset("gpt2").spec
 
 
-def test_a_hugging_face_folder_gives_its_shape(tmp_path):
-    spec = models.family("llama").shape(d_model=64, layers=2, vocab_size=9000, context=128)
-    (tmp_path / "config.json").write_text(json.dumps(models.family("llama").to_config(spec)))
-    assert refused({"model": {"path": str(tmp_path)}}).code == "tokenizer-unreadable"
-    (tmp_path / "tokenizer.json").write_text("{}")
-    assert refused({"model": {"path": str(tmp_path)}}).code == "path-missing"
-    weights = tmp_path / "model.safetensors"
+def write_header(folder, spec):
+    """Write a llama's folder whose tensors are all zero; return the weight file's content."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(models.family("llama").to_config(spec)))
+    (folder / "tokenizer.json").write_text("{}")
     entries = {}
     end = 0
     for tensor in models.family("llama").tensors(spec):
@@ -160,6 +158,20 @@ def test_a_hugging_face_folder_gives_its_shape(tmp_path):
             end += size
     header = json.dumps(entries).encode()
     content = len(header).to_bytes(8, "little") + header + bytes(end)
+    (folder / "model.safetensors").write_bytes(content)
+    return content
+
+
+def test_a_hugging_face_folder_gives_its_shape(tmp_path):
+    spec = models.family("llama").shape(d_model=64, layers=2, vocab_size=9000, context=128)
+    content = write_header(tmp_path, spec)
+    weights = tmp_path / "model.safetensors"
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.unlink()
+    assert refused({"model": {"path": str(tmp_path)}}).code == "tokenizer-unreadable"
+    tokenizer.write_text("{}")
+    weights.unlink()
+    assert refused({"model": {"path": str(tmp_path)}}).code == "path-missing"
     weights.write_bytes(content[:-1])
     assert "its end is missing, 1 byte" in refused({"model": {"path": str(tmp_path)}}).fact
     weights.write_bytes(content)
@@ -175,6 +187,48 @@ def test_a_hugging_face_folder_gives_its_shape(tmp_path):
     assert refused({"model": {"path": str(tmp_path), "context": 129}}).code == "out-of-range"
     assert refused({"model": {"path": str(tmp_path), "layers": 3}}).code == "out-of-range"
     assert refused({"model": {"path": str(tmp_path / "none")}}).code == "path-missing"
+
+
+@pytest.mark.parametrize(
+    ("positions", "val", "window"),
+    [(128, 10**5, 128), (1024, 10**5, 1024), (8192, 10**5, 1024), (131_072, 600, 512)],
+)
+def test_a_model_of_many_positions_continues_on_shorter_windows(tmp_path, positions, val, window):
+    spec = models.family("llama").shape(d_model=64, layers=2, vocab_size=9000, context=positions)
+    write_header(tmp_path, spec)
+    text = corpus(val=val)
+    found = run({"model": {"path": str(tmp_path)}}, on=text)
+    assert found.train.seq_len == window and found.model.context == positions
+    given = run({"model": {"path": str(tmp_path), "context": 100}}, on=text)
+    assert given.train.seq_len == 100 and given.model.context == positions
+
+
+def test_a_model_is_not_too_large_for_the_text_that_it_continues_on(tmp_path):
+    spec = models.family("llama").shape(d_model=256, layers=8, vocab_size=9000, context=256)
+    write_header(tmp_path, spec)
+    few = corpus(train=50_000, val=1000)
+    train = {"epochs": 1, "batch": {"global": 4}}
+    assert not run({"model": {"path": str(tmp_path)}, "train": train}, on=few).warnings
+    shape = {"layers": 8, "d_model": 256}
+    assert "too large" in run({"model": shape, "train": train}, on=few).warnings[0]
+
+
+def test_files_that_are_no_model_folder_are_refused_by_what_they_are(tmp_path):
+    gguf = tmp_path / "SmolLM2.Q4_1.gguf"
+    gguf.write_bytes(b"GGUF")
+    for path in (gguf, tmp_path):
+        problem = refused({"model": {"path": str(path)}})
+        assert (problem.code, problem.where) == ("model-unsupported", str(gguf))
+        assert "docs/models.md" in problem.remedy
+    # A model folder may have the file that was made from it.
+    folder = tmp_path / "my model"
+    spec = models.family("llama").shape(d_model=64, layers=2, vocab_size=9000, context=128)
+    write_header(folder, spec)
+    gguf.rename(folder / gguf.name)
+    assert run({"model": {"path": str(folder)}}).model == spec
+    problem = refused({"model": {"path": str(folder / "model.safetensors")}})
+    assert problem.code == "model-unsupported"
+    assert problem.remedy == f"set model.path: '{folder}'"
 
 
 @given(
@@ -231,6 +285,18 @@ def test_no_limit_is_exceeded(length, budget, batch, devices):
     assert train.schedule.warmup_steps <= train.steps
     assert 1 <= train.steps / train.validate_every <= 12
     assert train.batch * train.seq_len <= 2_000_000
+
+
+def test_validations_take_a_twentieth_or_are_few():
+    small = run({"size": "tiny", "train": {"steps": 240, "batch": {"global": 8}}}).train
+    assert (small.validate_every, small.validate_tokens) == (20, 6144)
+    # 80 steps of 2,048 tokens: windows of 1,024 tokens would be a third of the compute.
+    shape = {"model": {"layers": 2, "d_model": 64, "context": 1024}}
+    few = {"steps": 80, "batch": {"global": 2}}
+    large = run(shape | {"train": few}).train
+    assert (large.validate_every, large.validate_tokens) == (20, 8 * 1024)
+    between = run(shape | {"train": few | {"steps": 160}}).train
+    assert 20 < 160 / between.validate_every * 4 <= 24 and between.validate_tokens == 8 * 1024
 
 
 def test_with_time_alone_the_budget_is_used_up_to_16_epochs():

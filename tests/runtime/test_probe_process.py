@@ -15,8 +15,9 @@ from farspan.domain.problems import Refusal
 from farspan.domain.struct_files import content_hash
 from farspan.domain.train import TrainSpec
 from farspan.launch.processes import worker_environment
+from farspan.runtime import probe_process
 from farspan.runtime.device import check_kind
-from farspan.runtime.probe_process import lower_quartile, measure
+from farspan.runtime.probe_process import FEWEST_TOKENS, limit_shape, lower_quartile, measure
 from tests import tiny
 
 
@@ -39,6 +40,43 @@ def test_a_trial_trains_the_model_of_the_plan():
     assert (found.rows, found.seq_len, set(found.speeds)) == (2, 16, {"fp32", "bf16"})
     for speed in found.speeds.values():
         assert speed.tokens_per_s == pytest.approx(32 / speed.step_s) and speed.memory_bytes > 10**7
+
+
+@pytest.mark.parametrize(
+    ("asked", "most_tokens", "limited"),
+    [
+        ((8, 1024), 8192, (8, 1024)),
+        ((8, 1024), 8191, (7, 1024)),
+        ((8, 1024), 1500.0, (1, 1024)),
+        ((8, 1024), 1023.9, (1, 512)),
+        ((8, 1024), 0.1, (1, FEWEST_TOKENS)),
+        ((8, 64), 0.1, (1, 64)),
+        ((64, 64), 200, (3, 64)),
+        ((1, 1000), 999, (1, 512)),
+    ],
+)
+def test_a_trial_is_shortened_by_sequences_first(asked, most_tokens, limited):
+    assert limit_shape(*asked, most_tokens) == limited
+
+
+@pytest.mark.parametrize("longest", [1e-9, 1e9])
+def test_steps_that_would_take_long_are_shortened_and_the_answer_says_so(longest, monkeypatch):
+    monkeypatch.setattr(probe_process, "LONGEST_STEP_S", longest)
+    model = msgspec.structs.replace(tiny.SPEC, context=4 * FEWEST_TOKENS)
+    found = measure(
+        MeasureQuery(
+            device=PlannedDevice(host="here", backend="cpu", index=0, threads=1),
+            model=model,
+            train=TrainSpec(steps=1, batch=2, seq_len=2 * FEWEST_TOKENS, precision="fp32"),
+            precisions=("fp32", "bf16"),
+            seconds=0.1,
+        )
+    )
+    asked = (2, 2 * FEWEST_TOKENS)
+    shape = asked if longest > 1 else (1, FEWEST_TOKENS)
+    assert (found.rows, found.seq_len) == shape
+    for speed in found.speeds.values():
+        assert speed.tokens_per_s == pytest.approx(shape[0] * shape[1] / speed.step_s)
 
 
 @pytest.mark.parametrize(
