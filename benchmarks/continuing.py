@@ -1,12 +1,14 @@
 """A model continued on another text, against one from scratch in the same time.
 
     python -m benchmarks.continuing TEXT OTHER [--pretrain 3m] [--time 1m] [--seeds 3]
+    python -m benchmarks.continuing TEXT --model FOLDER [--time 1m] [--seeds 3]
 
 A small model is pretrained on TEXT. It is then continued on OTHER at the defaults, and another is
 trained on OTHER from scratch, each for the same time budget, once a seed; then the same with the
-texts exchanged. Losses are bits a byte of the validation split, as the tokenizers differ. A row a
-run is appended to results/continuing.jsonl. The exit code is 1 where a continued model is worse
-than it was, or than the one from scratch in the mean.
+texts exchanged. With `--model` the model in FOLDER is continued on TEXT. Losses are bits a byte of
+the validation split, as the tokenizers differ. A row a run is appended to results/continuing.jsonl.
+The exit code is 1 where a continued model is worse than it was, or than the one from scratch in the
+mean.
 """
 
 from __future__ import annotations
@@ -29,10 +31,12 @@ RESULTS = Path(__file__).parent / "results" / "continuing.jsonl"
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
+    #: The text of pretraining, or the name of a model that was at hand.
     first: str
     second: str
     seed: int
-    pretrain: str
+    #: How long the model was pretrained; none where it was at hand.
+    pretrain: str | None
     time: str
     #: Bits a byte: of the continued model before training, and the best of both.
     before: float
@@ -65,21 +69,29 @@ def best_bits(run: Path) -> tuple[float, float]:
     return bits[0], min(bits)
 
 
-def measure_pair(first: str, second: str, given: argparse.Namespace, folder: Path) -> list[Row]:
-    pretrained = train(folder / "first", first, given.pretrain, 0, "--set", "size=tiny")
+def pretrain(text: str, given: argparse.Namespace, folder: Path) -> Path:
+    """Train a small model on a text; return the folder that it is exported to."""
+    pretrained = train(folder / "first", text, given.pretrain, 0, "--set", "size=tiny")
     model = folder / "model"
     words = [sys.executable, "-m", "farspan", "export", str(pretrained), "--out", str(model)]
     subprocess.run(words, check=True, capture_output=True)
+    return model
+
+
+def continue_model(
+    model: Path, first: str, second: str, given: argparse.Namespace, folder: Path
+) -> list[Row]:
+    """Continue a model on a text, once a seed, and train another from scratch."""
     rows = []
     for seed in range(given.seeds):
         run = train(folder / f"on-{seed}", second, given.time, seed, "--from", str(model))
-        scratch = train(folder / f"scratch-{seed}", second, given.time, seed, "--set", "size=tiny")
+        scratch = train(folder / f"scratch-{seed}", second, given.time, seed, *given.scratch)
         before, continued = best_bits(run)
         row = Row(
             first=first,
             second=second,
             seed=seed,
-            pretrain=given.pretrain,
+            pretrain=None if given.model else given.pretrain,
             time=given.time,
             before=before,
             continued=continued,
@@ -100,23 +112,39 @@ def measure_pair(first: str, second: str, given: argparse.Namespace, folder: Pat
     return rows
 
 
+def is_worse(rows: list[Row]) -> bool:
+    """Return whether continuing made a model worse, or no better than one from scratch."""
+    continued = statistics.fmean(row.continued for row in rows)
+    scratch = statistics.fmean(row.scratch for row in rows)
+    return continued >= scratch or any(row.continued > row.before for row in rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("text", help="a folder, or a source such as pydocs")
-    parser.add_argument("other")
+    parser.add_argument("other", nargs="?")
+    parser.add_argument("--model", type=Path, help="a model to continue, as transformers saves it")
     parser.add_argument("--pretrain", default="3m")
     parser.add_argument("--time", default="1m")
     parser.add_argument("--seeds", type=int, default=3)
     given = parser.parse_args()
+    if (given.other is None) == (given.model is None):
+        parser.error("give OTHER, or --model FOLDER")
     failed = False
+    if given.model is not None:
+        # The size from scratch is the one that the time pays for.
+        given.scratch = ()
+        with tempfile.TemporaryDirectory() as folder:
+            rows = continue_model(given.model, given.model.name, given.text, given, Path(folder))
+        sys.exit(is_worse(rows))
+    given.scratch = ("--set", "size=tiny")
     for first, second in ((given.text, given.other), (given.other, given.text)):
         with tempfile.TemporaryDirectory() as folder:
-            rows = measure_pair(first, second, given, Path(folder))
-        continued = statistics.fmean(row.continued for row in rows)
-        scratch = statistics.fmean(row.scratch for row in rows)
-        failed |= continued >= scratch or any(row.continued > row.before for row in rows)
+            model = pretrain(first, given, Path(folder))
+            rows = continue_model(model, first, second, given, Path(folder))
+        failed |= is_worse(rows)
     sys.exit(failed)
 
 
