@@ -37,10 +37,12 @@ _BOUNDARIES = (
     ),
     re.compile(r"\s|(?<=[、，；：])"),
 )
+#: White space that counts as one word piece.
+_BLANKS = 16
 #: What counts as one word piece [measured on two corpora of documentation]: 128 of these are 115
 #: tokens of a BPE of 8,192 trained on the same text and 122 of all-MiniLM-L6-v2's; 19 of 20 full
 #: chunks have less than 134 of either.
-_ASCII_PIECE = re.compile(r"[A-Za-z]{1,6}|\d{1,3}|[^\w\s]|_|\s{16}")
+_ASCII_PIECE = re.compile(rf"[A-Za-z]{{1,6}}|\d{{1,3}}|[^\w\s]|_|\s{{{_BLANKS}}}")
 #: Marks that a character of a script without spaces keeps where it is cut from its neighbours.
 _MAX_MARKS = 8
 
@@ -52,7 +54,8 @@ def _piece_pattern() -> re.Pattern[str]:
     marks = combining_marks()
     single = rf"[{unspaced_letters()}\u1100-\u11ff\uac00-\ud7ff]"
     return re.compile(
-        rf"{single}[{marks}]*|(?:(?!{single}|[\d_])[\w{marks}]){{1,6}}|\d{{1,3}}|[^\w\s]|_|\s{{16}}"
+        rf"{single}[{marks}]*|(?:(?!{single}|[\d_])[\w{marks}]){{1,6}}"
+        rf"|\d{{1,3}}|[^\w\s]|_|\s{{{_BLANKS}}}"
     )
 
 
@@ -175,8 +178,8 @@ def _split_windows(text: str, size: int, headings: Sequence[int]) -> Iterator[tu
     if not text.strip():
         return
     pieces = list(_split_words(text, size))
-    chars = [0, *accumulate(map(len, pieces))]
-    tokens = [0, *accumulate(map(count_pieces, pieces))]
+    chars = [0, *accumulate(len(piece) for piece, _ in pieces)]
+    tokens = [0, *accumulate(count for _, count in pieces)]
     # A piece begins with the blank space before its word, and a heading after it.
     heading_pieces = {bisect_right(chars, at) - 1 for at in headings if 0 < at < len(text)}
 
@@ -208,17 +211,26 @@ def count_pieces(text: str) -> int:
     return len(pattern.findall(text))
 
 
-def _split_words(text: str, size: int) -> Iterator[str]:
-    """Yield words with the white space before them, in parts of at most `size // 2` pieces."""
+def _split_words(text: str, size: int) -> Iterator[tuple[str, int]]:
+    """Yield words with the white space before them, in parts of at most `size // 2` pieces, and
+    their pieces. Parts count together what they do in one, or more."""
     for word in _word_pattern(text.isascii()).findall(text):
-        if len(word) <= size // 2 or count_pieces(word) <= size // 2:
-            yield word
+        count = count_pieces(word)
+        if count <= size // 2:
+            yield word, count
             continue
-        # A character is a piece at most.
+        # Blanks are counted by the run: parts of one have a piece each.
         start = 0
+        blanks = len(word) - len(word.lstrip())
+        while blanks - start >= _BLANKS:
+            stop = whole_character_behind(word, start + _BLANKS, _BLANKS)
+            part = word[start:stop]
+            yield part, count_pieces(part) + (len(part) > _BLANKS)
+            start = stop
+        # A character is a piece at most.
         while start < len(word):
             stop = whole_character_behind(word, start + size // 8, size // 4)
-            yield word[start:stop]
+            yield word[start:stop], count_pieces(word[start:stop])
             start = stop
 
 

@@ -42,9 +42,11 @@ def whole_character_before(text: str, at: int) -> int:
 
 
 def whole_character_behind(text: str, at: int, limit: int) -> int:
-    """Return the first place from `at` on that is not inside a character; `at` where the next
-    `limit` code points have none."""
-    for place in range(at, min(at + limit, len(text))):
-        if not is_inside_character(text, place):
+    """Return the first place from `at` on that is not inside a character, which the end of the text
+    is not; `at` where the next `limit` code points have none."""
+    if at >= len(text):
+        return len(text)
+    for place in range(at, min(at + limit, len(text) + 1)):
+        if place == len(text) or not is_inside_character(text, place):
             return place
-    return min(at, len(text))
+    return at

@@ -1,7 +1,7 @@
 """Chunks cover their document, in order, within bounds, and are cut between characters."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from farspan.corpus.tokenizer import train_bpe_tokenizer
@@ -23,6 +23,7 @@ HARD = [
     "हिन्दी",
     "한국어",
     " " * 300,
+    " " + "\r\n" * 150,
 ]
 
 words = st.sampled_from([*SAMPLE.split(" "), "\n\n", "\n", "  ", " ", ".", "。", *HARD])
@@ -35,6 +36,8 @@ def document(text: str, title: str = "t") -> Document:
 
 
 @given(texts, sizes)
+@example("Return " + " " * 300, 8)
+@example("a\r\n" + " " * 5000 + "\u0301b" + "\r\n" * 999, 9)
 def test_chunks_cover_the_document_in_order_within_bounds(text, size):
     chunks = list(chunk_documents([document(text)], size))
     assert bool(chunks) == bool(text.strip())
@@ -51,6 +54,7 @@ def test_chunks_cover_the_document_in_order_within_bounds(text, size):
 
 
 @given(texts, st.integers(40, 60))
+@example("\n " + "👩\u200d🔬" * 9 + " " + "x" * 90, 40)
 def test_cuts_fall_between_characters(text, size):
     for chunk in chunk_documents([document(text)], size):
         assert not is_inside_character(text, chunk.start)
