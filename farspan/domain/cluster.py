@@ -140,6 +140,9 @@ class LearnedPace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     pace: float = 1.0
     #: Measured bytes of a worker in addition to its tensors; None takes the engine's figure.
     framework: int | None = None
+    #: Measured factor on the activations that a worker keeps: what its allocator does not give
+    #: back. Unset takes the engine's figure.
+    slack: float | msgspec.UnsetType = msgspec.UNSET
 
 
 class WorkerSlot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -167,6 +167,13 @@ def logits_bytes(
     return chunk + sums * head + copied
 
 
+def activation_slack(graph: OpGraph, engine: Engine) -> float:
+    """Return the factor on what comes and goes within a step, where no trial has measured it."""
+    if engine.frozen_slack and graph.head[1].is_frozen:
+        return engine.frozen_slack
+    return engine.slack
+
+
 def communicators(mesh: Mesh, piped: bool, devices: int) -> int:
     """Communicators of a worker: one for each axis, for its neighbours in a pipeline, and for all
     of the plan."""

@@ -19,6 +19,7 @@ from farspan.domain.train import TrainSpec
 from farspan.estimate.compute import DeviceSpeed, GpuWork, Kernels, OperatorWork, work
 from farspan.estimate.memory import (
     CHANNELS,
+    activation_slack,
     activations_per_row,
     communicators,
     local_parameters,
@@ -659,10 +660,9 @@ class Costs:
         # When weights are updated no activations are there.
         buffers = max(buffers, updating_bytes(matrices) - kept - logits)
         lost = (engine.overhead - 1) * (weights + gradients + optimizer)
-        slack = engine.slack
-        if engine.frozen_slack and self.graph.head[1].is_frozen:
-            slack = engine.frozen_slack
-        lost += (engine.overhead * slack - 1) * kept + (slack - 1) * (logits + buffers)
+        slack = activation_slack(self.graph, engine)
+        lost += (slack - 1) * (logits + buffers)
+        lost += (engine.overhead * (device.learned.slack or slack) - 1) * kept
         return Memory(
             weights=weights,
             gradients=gradients,

@@ -356,8 +356,8 @@ def _choose_validations(corpus: CorpusManifest, run_tokens: int, seq_len: int) -
 def _list_warnings(
     model: ModelSpec, corpus: CorpusManifest, train: TrainSpec, *, is_continued: bool
 ) -> tuple[str, ...]:
-    """Return warnings of a model that is too large, and of text that is read too often. A model that
-    is continued has its size from what it read before."""
+    """Return warnings of a model that is too large, and of text that is read too often. A continued
+    model has its size from what it read before."""
     count = count_parameters(model)
     corpus_tokens = corpus.epoch_tokens(train.shares)
     seen = train.steps * train.tokens_per_step

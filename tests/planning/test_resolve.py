@@ -15,9 +15,13 @@ from farspan import models
 from farspan.domain.cluster import Cluster, Device, Host, Site
 from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest, Split
-from farspan.domain.model import count_parameters
+from farspan.domain.engine import load_engine
+from farspan.domain.model import Lora, count_parameters
 from farspan.domain.probe_requests import ProbeResult, Speed
 from farspan.domain.problems import Refusal
+from farspan.domain.train import TrainSpec
+from farspan.estimate.memory import activation_slack
+from farspan.planning.model_speed import calibrate_cluster, on_one_device
 from farspan.planning.recipe import CONTINUED_RATE, peak_rate
 from farspan.planning.resolve import resolve_config
 from farspan.planning.size import auto_parameters, fitted_shape, shape_for
@@ -297,6 +301,36 @@ def test_validations_take_a_twentieth_or_are_few():
     assert (large.validate_every, large.validate_tokens) == (20, 8 * 1024)
     between = run(shape | {"train": few | {"steps": 160}}).train
     assert 20 < 160 / between.validate_every * 4 <= 24 and between.validate_tokens == 8 * 1024
+
+
+@pytest.mark.parametrize("rank", [0, 16])
+def test_memory_is_what_a_trial_measured(rank):
+    """Whether it took more than the predicted tensors, or gave some of the activations back."""
+    there = cluster()
+    model = models.family("llama").shape(d_model=256, layers=8, vocab_size=8192, context=256)
+    if rank:
+        model = msgspec.structs.replace(model, lora=Lora(rank=rank))
+    train = TrainSpec(steps=1, batch=64, seq_len=256, precision="bf16")
+    engine = load_engine("farspan")
+
+    def memory_after(measured):
+        speed = Speed(step_s=1.0, tokens_per_s=16384.0, memory_bytes=round(measured))
+        probe = ProbeResult(rows=64, seq_len=256, speeds={"bf16": speed})
+        calibrated = calibrate_cluster(there, model, train, engine, probe)
+        return on_one_device(model, train, calibrated, engine).memory[0]
+
+    before = on_one_device(model, train, there, engine).memory[0]
+    tensors = before.total - before.framework - before.snapshot
+    slack = before.activations * (activation_slack(models.graph(model), engine.on(("cpu",))) - 1)
+    least = tensors - slack + before.framework
+    assert least < tensors
+    for measured in (tensors + 5e8, tensors + 1e7, tensors - 1e6, (least + tensors) / 2, least):
+        found = memory_after(measured)
+        assert found.total - found.snapshot == pytest.approx(measured, rel=1e-6)
+    # Activations themselves are there, whatever was measured.
+    found = memory_after(1e6)
+    assert found.activations == before.activations
+    assert found.total - found.snapshot == pytest.approx(least, rel=1e-6)
 
 
 def test_with_time_alone_the_budget_is_used_up_to_16_epochs():
