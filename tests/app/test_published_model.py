@@ -66,9 +66,10 @@ def run(tmp_path_factory: pytest.TempPathFactory, smollm: Path) -> RunFolder:
     config.write_text(f"data: '{DOCS}'\nparallel: {{technique: data, workers: 1}}\n")
     words = ["train", str(config), "--from", str(smollm), "--run", str(folder / "run")]
     for setting in (
-        "model.context=256",
-        "train.batch.global=4 sequences",
-        "train.steps=12",
+        "model.context=128",
+        "train.batch.global=2 sequences",
+        "train.steps=6",
+        "train.validate_every=6",
         "train.optimizer.lr=1e-4",
         "train.precision=fp32",
     ):
@@ -101,8 +102,8 @@ def test_logits_and_ids_are_those_of_transformers(smollm):
 
 def test_model_learns_the_text_and_the_line_to_beat_is_its_own_loss(run, smollm):
     first, *others = (event for event in read_events(run.events) if isinstance(event, Validated))
-    # A model that has read trillions of tokens: a new one would have ln(49152) = 10.8 nats.
-    assert first.step == 0 and first.loss < 4
+    # A new model would have ln(49152) = 10.8 nats.
+    assert first.step == 0 and first.loss < 6
     assert min(event.loss for event in others) < first.loss - 0.05
 
 
