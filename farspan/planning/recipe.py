@@ -90,8 +90,9 @@ def studied_recipe(epochs: float, steps: int) -> TrainingRecipe:
 
 #: A model that continues with weights of its own takes this share of the peak learning rate of one
 #: that begins at random, with warm-up and decay again (arXiv 2403.08763, which takes all of it for
-#: hundreds of billions of tokens; a tenth is usual for small texts: 5e-5 at 100 M parameters).
-CONTINUED_RATE = 0.1
+#: hundreds of billions of tokens). [fitted] to SmolLM2-135M on 7 MB of text (docs/models.md): a
+#: tenth learns half as much, all of it makes the model worse on other text.
+CONTINUED_RATE = 0.3
 #: A model that has read this many tokens a parameter (compute-optimal, arXiv 2203.15556) takes all
 #: of the rate, as one does that goes on with its pretraining; the share falls as it has read more.
 YOUNG_TOKENS = 20.0

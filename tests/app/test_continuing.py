@@ -69,7 +69,7 @@ def validations(run: RunFolder) -> list[Validated]:
     return [event for event in read_events(run.events) if isinstance(event, Validated)]
 
 
-def test_model_is_validated_before_its_first_step_and_learns_at_a_tenth(tmp_path, text, model):
+def test_model_is_validated_before_its_first_step_and_learns_at_a_share(tmp_path, text, model):
     run = train(tmp_path, text, model, "train.steps=4", "train.batch.global=4 sequences")
     first, *others = validations(run)
     assert first.step == 0 and first.best and all(event.step > 0 for event in others)

@@ -169,7 +169,14 @@ def test_more_devices_than_matrices_are_refused_with_how_many_there_are(techniqu
 
 @pytest.mark.parametrize(
     ("tokens_each", "share"),
-    [(None, CONTINUED_RATE), (0, CONTINUED_RATE), (1, 1.0), (20, 1.0), (40, 0.5), (10_000, 0.1)],
+    [
+        (None, CONTINUED_RATE),
+        (0, CONTINUED_RATE),
+        (1, 1.0),
+        (20, 1.0),
+        (40, 0.5),
+        (10_000, CONTINUED_RATE),
+    ],
 )
 def test_model_takes_less_of_the_rate_the_more_it_was_trained(tokens_each, share):
     parameters = 1_000_000
