@@ -88,8 +88,8 @@ def continue_model(
         scratch = train(folder / f"scratch-{seed}", second, given.time, seed, *given.scratch)
         before, continued = best_bits(run)
         row = Row(
-            first=first,
-            second=second,
+            first=Path(first).name,
+            second=Path(second).name,
             seed=seed,
             pretrain=None if given.model else given.pretrain,
             time=given.time,

@@ -41,8 +41,7 @@ VALIDATIONS = 12
 FEWEST_VALIDATIONS = 4
 VALIDATION_SHARE = 0.05
 VALIDATIONS_DEFAULT = f"default: {FEWEST_VALIDATIONS} to {VALIDATIONS} a run"
-#: Windows of a source that each validation reads at least: as many as have so many tokens, within
-#: these bounds. A choice, not a fit.
+#: Tokens of a source that each validation reads at least, in 8 to 16 windows. A choice, not a fit.
 FEWEST_VALIDATED_TOKENS = 8192
 FEWEST_VALIDATED = (8, 16)
 #: Validations in a row, each clearly worse than the best, after which a run that reads its text

@@ -128,8 +128,8 @@ def calibrate_cluster(
     framework = speed.memory_bytes - elsewhere
     changes: dict[str, Any] = {"pace": slowdown, "framework": max(0, framework)}
     if framework < 0 and first.backend == "cpu":
-        assumed = activation_slack(models.graph(model), engine.on(("cpu",)))
-        assumed = first.learned.slack or assumed
+        slack = activation_slack(models.graph(model), engine.on(("cpu",)))
+        assumed = first.learned.slack or slack
         too_much = (memory.framework - framework) / memory.activations
         changes |= {"framework": None, "slack": max(1.0, assumed - too_much)}
 

@@ -61,9 +61,9 @@ WARMUP_STEPS = 2
 #: Steps so slow that these many times the asked seconds are gone are not waited for; two are always
 #: made.
 SLOW = 4
-#: A timed step takes no longer than about so many seconds, where fewer tokens can make it so: two
-#: steps in each of two precisions, of which one may be several times slower, have to end within
-#: `PROBE_ANSWER_S` (launch/probe_client.py).
+#: Seconds of a timed step at most, about: beyond it a step reads fewer tokens. Two steps in each of
+#: two precisions, one of them perhaps several times slower, end within `PROBE_ANSWER_S`
+#: (launch/probe_client.py).
 LONGEST_STEP_S = 15.0
 #: Tokens of the passes that tell how long a step would take, and of a timed step at least.
 FEWEST_TOKENS = 128
